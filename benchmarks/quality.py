@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.peers import ROOT, LlamaCpp, num_threads
+from benchmarks.engines.peers import ROOT, LlamaCpp, num_threads
 from quire import kernels
 from quire.common.batch import ScheduledSequence
 from quire.config.kv_layout import kv_cache_config
@@ -30,7 +30,7 @@ from quire.kernels import Matrix
 from quire.models.base import CausalLM
 from quire.models.layers.embedding import Embedding
 from quire.models.layers.linear import Projection
-from quire.models.weights.loader import load_causal_lm
+from quire.models.weights.loader import load_servable
 from quire.runner.cache_engine import CacheEngine
 from quire.runner.model_runner import build_tensors
 from quire.text.tokenizer.tokenizer import Tokenizer
@@ -51,7 +51,9 @@ class Scorer:
 
     def __init__(self, model: str, piece: int, dtype: str, quantization: str | None = None, kv_cache_dtype: str = ""):
         config = ModelConfig.resolve(model, dtype=dtype, quantization=quantization)
-        self.model = load_causal_lm(config)
+        loaded = load_servable(config)
+        assert isinstance(loaded, CausalLM)
+        self.model = loaded
         specs = self.model.kv_cache_specs(config)
         if kv_cache_dtype:
             specs = [dataclasses.replace(spec, dtype=kv_cache_dtype) for spec in specs]  # type: ignore[type-var]

@@ -82,6 +82,40 @@ def _embedded(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from _engines(rows)
 
 
+def _mixture(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("A mixture of experts", "python -m benchmarks mixture")
+    yield "Four layers of Qwen3-30B-A3B's shape (128 experts, 8 for a token) with random weights and a vocabulary of"
+    yield "8,192, all engines from one GGUF file in Q4_0: quire quantizes it to int4, quire-gguf and llama.cpp keep its"
+    yield "blocks. The limit is reading the weights that one token needs.\n"
+    steps = [row for row in rows if "step_ms" in row]
+    head = ("engine", "a token's MB", "step ms", "of the limit")
+    yield from _table(head, ((r["engine"], r["bytes"] // 10**6, r["step_ms"], r["of_limit"]) for r in steps))
+    yield ""
+    yield from _engines([row for row in rows if "step_ms" not in row])
+
+
+def _formats(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("Checkpoints of other tools", "python -m benchmarks formats")
+    yield "Qwen2-0.5B's shape with random weights; the limit is that of the bytes which each engine of Quire keeps."
+    yield "Tables compare with the first engine."
+    for name in dict.fromkeys(row["format"] for row in rows):
+        yield f"\n### {name}\n"
+        yield from _engines([row for row in rows if row["format"] == name])
+
+
+def _adapters(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("LoRA adapters", "python -m benchmarks adapters")
+    yield "Qwen2-0.5B's shape in bfloat16; adapters of rank 16 on all projections. The cost is the median of what"
+    yield "adapters add to the time of a batch of 128 tokens in, run with and without them in turn.\n"
+    measured = [row for row in rows if "cost" in row]
+    head = ("prompts", "different adapters", "engine", "cost")
+    costs = ((r["num_prompts"], r["num_adapters"], r["engine"], f"{100 * r['cost']:.1f} %") for r in measured)
+    yield from _table(head, costs)
+    for row in rows:
+        if "left_out" in row:
+            yield f"\n{row['engine']} is left out: {row['left_out']}"
+
+
 def _engines(rows: Sequence[Row]) -> Iterator[str]:
     """Yield a row for each case and engine, and the engines that are left out."""
     ready = {row["engine"]: row["load_s"] for row in rows if "load_s" in row}
@@ -257,6 +291,9 @@ _SECTIONS: dict[str, Callable[[Sequence[Row], Path], Iterator[str]]] = {
     "machine": _machine,
     "throughput": _throughput,
     "embedded": _embedded,
+    "mixture": _mixture,
+    "formats": _formats,
+    "adapters": _adapters,
     "ready": _ready,
     "parts": _parts,
     "rest": _rest,

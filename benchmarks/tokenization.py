@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.peers import ROOT, LlamaCpp
+from benchmarks.engines.peers import ROOT, LlamaCpp
 from quire.config.model import ModelConfig
 from quire.text.tokenizer.tokenizer import Tokenizer
 

@@ -15,6 +15,19 @@
 
 namespace quire {
 
+constexpr int64_t kMaxTables = 3;
+
+struct EmbeddingNormArgs {
+  int64_t num_tables;
+  const void* tables[kMaxTables];  // of `width` columns each
+  const int64_t* ids[kMaxTables];  // [rows]: rows of that table; or null: row 0
+  const float* weight;             // [width]
+  const float* bias;               // [width] or null
+  float eps;
+  void* out;  // [rows, width] contiguous
+  int64_t rows, width;
+};
+
 struct NormTable {
   // All [rows, width] contiguous. residual += x, in place.
   void (*add[kNumDTypes])(const void* x, void* residual, int64_t rows, int64_t width);
@@ -27,6 +40,19 @@ struct NormTable {
   // The same; residual may be null: x alone. So may bias.
   void (*layer_norm[kNumDTypes])(const void* x, void* residual, const float* weight, const float* bias, float eps,
                                  void* out, int64_t rows, int64_t width);
+  // x as that of rms_norm; weight and bias [inner, width]. bias may be null.
+  void (*head_layer_norm[kNumDTypes])(const void* x, const float* weight, const float* bias, float eps, void* out,
+                                      int64_t outer, int64_t inner, int64_t outer_stride, int64_t inner_stride,
+                                      int64_t width);
+  void (*embedding_norm[kNumDTypes])(const EmbeddingNormArgs& args);
+};
+
+enum Pooling : int { kMean = 0, kSumByRoot = 1, kWeightedMean = 2, kMax = 3 };
+
+// x [rows, width] contiguous -> out [width]: the mean of the rows, their sum divided by the root of their number, the
+// mean in which row r counts r + 1 times, or the largest of each column.
+struct PoolingTable {
+  void (*pool_rows[kNumDTypes])(int pooling, const void* x, int64_t rows, int64_t width, float* out);
 };
 
 enum Activation : int {
@@ -54,10 +80,10 @@ struct ActivationTable {
                                        void* out);
 };
 
-// In place; x [rows, width] contiguous.
+// In place; x [rows, width] contiguous, but for clip, which takes rows that lie `stride` elements apart.
 struct ScaleTable {
   void (*scale[kNumDTypes])(void* x, int64_t rows, int64_t width, float factor);
-  void (*clip[kNumDTypes])(void* x, int64_t rows, int64_t width, float limit);
+  void (*clip[kNumDTypes])(void* x, int64_t rows, int64_t width, int64_t stride, float limit);
   void (*softcap)(float* x, int64_t rows, int64_t width, float cap);
 };
 
@@ -84,8 +110,18 @@ struct MatmulArgs {
   ProductOut to;
 };
 
+// Each head's rows times a matrix of its own. What rows have beyond k is copied behind their products.
+struct HeadProductArgs {
+  const void* x;  // [rows, num_heads, k + tail]
+  int64_t x_stride, x_head_stride, rows;
+  int64_t num_heads, n, k, tail;
+  const char* weights;  // the packed matrices [n, k], one behind the other
+  void* out;            // [rows, num_heads, n + tail] contiguous
+};
+
 struct MatmulTable {
   void (*matmul[kNumDTypes])(const MatmulArgs& args);
+  void (*of_heads[kNumDTypes])(const HeadProductArgs& args);
 };
 
 struct QuantizedMatmulArgs {
@@ -214,6 +250,7 @@ struct KernelTable {
   LoraTable lora;
   ExpertTable experts;
   NormTable norm;
+  PoolingTable pooling;
   ActivationTable activation;
   ScaleTable scale;
   RotaryTable rotary;

@@ -27,8 +27,8 @@ from reliability.page import record, table
 ROOT = Path(__file__).resolve().parents[1]
 SERVER_TESTS = (
     "adapters", "admission", "answers_bad_input", "app", "auth", "background_responses", "bad_input", "chat",
-    "completions", "config", "endpoints", "hostile", "messages", "messages_translation", "operations", "responses",
-    "responses_translation", "shared_fields", "streams",
+    "completions", "config", "embeddings", "endpoints", "hostile", "messages", "messages_translation", "operations",
+    "responses", "responses_translation", "shared_fields", "streams",
 )  # fmt: skip
 TESTS = (
     "tests/config",
@@ -39,18 +39,23 @@ TESTS = (
     "tests/grammar/test_waiting.py",
     "tests/grammar/test_refused.py::test_refused_when_made",
     "tests/models/test_bad_checkpoints.py",
+    "tests/models/test_bad_families.py",
     "tests/models/test_bad_weights.py",
     "tests/models/test_compressed_refused.py",
     "tests/models/test_compressed_tensors.py",
+    "tests/models/test_gguf_architectures.py",
     "tests/models/test_loading.py",
     "tests/models/test_packed_integers.py",
+    "tests/pooling",
     *(f"tests/server/test_{name}.py" for name in SERVER_TESTS),
     "tests/test_compat.py",
 )
 LONG = (
     "test_batch_invariance", "test_mixed_requests", "test_planted_bugs", "test_block_manager_stateful", "anything",
     "no_schedule_changes", "every_schedule", "a_snapshot_and_its_differences", "candidates_are_cleared",
-    "adds_up_to_the_whole", "while_others_stream", "the_default_length", "hardly_more_memory",
+    "adds_up_to_the_whole", "while_others_stream", "the_default_length", "hardly_more_memory", "makes_steps_fail",
+    "however_deep_it_is", "output_has_the_form", "requests_without_slots_block", "any_schedule_gives",
+    "test_every_weight_", "small_cache_and_few_slots", "a_machine_that_becomes_slower",
 )  # fmt: skip
 """Parts of the names of slow tests that cover no branch which the other tests do not cover."""
 

@@ -2,12 +2,12 @@
 
     python -m reliability.fuzz [TARGET ...] [--seconds 60] [--seed 0] [--atheris] [--record]
 
-Targets are the parsers of files and environment variables (fuzz_files.py, fuzz_gguf.py, fuzz_vocabularies.py), of
-requests (fuzz_requests.py), and of connections and a model's output (fuzz_targets.py); by default all of them. Valid
-inputs are cut, repeated, spliced and corrupted, and inputs with a new kind of result are mutated further. The same seed
-gives the same inputs. With --atheris (`pip install atheris`), libFuzzer chooses the inputs by the branches that they
-reach. Prints one line of JSON per target; an input that makes a parser fail is saved in a file, and the exit status is
-then 1.
+Targets are the parsers of files and environment variables (fuzz_files.py, fuzz_gguf.py, fuzz_packed.py,
+fuzz_vocabularies.py), of requests (fuzz_requests.py), and of connections and a model's output (fuzz_targets.py); by
+default all of them. Valid inputs are cut, repeated, spliced and corrupted, and inputs with a new kind of result are
+mutated further. The same seed gives the same inputs. With --atheris (`pip install atheris`), libFuzzer chooses the
+inputs by the branches that they reach. Prints one line of JSON per target; an input that makes a parser fail is saved
+in a file, and the exit status is then 1.
 """
 
 from __future__ import annotations

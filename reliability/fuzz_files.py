@@ -25,7 +25,7 @@ from quire.config.checkpoint.formats import open_checkpoint
 from quire.config.checkpoint.safetensors import INDEX_FILE, read_header
 from quire.config.model import ModelConfig, rope_config
 from quire.interfaces.simulate.trace import read_trace
-from quire.kernels.backends.native_backend import NativeBackend
+from quire.kernels.backends.native.backend import NativeBackend
 from quire.models.registry import model_class
 from quire.models.weights.loader import reading
 from quire.server.api.responses.protocol import Reasoning, Response, TextConfig

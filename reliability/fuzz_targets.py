@@ -18,7 +18,7 @@ import msgspec
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from quire.cli import top
+from quire.cli.terminal import top
 from quire.common.errors import InvalidParamsError, QuireError, RequestError
 from quire.common.outputs import EngineStats
 from quire.common.params import SamplingParams
@@ -53,7 +53,7 @@ from quire.server.api.tools import (
 )
 from quire.server.http import sse
 from quire.server.http.protocol import limited_protocol
-from reliability import fuzz_files, fuzz_gguf, fuzz_requests, fuzz_vocabularies
+from reliability import fuzz_files, fuzz_gguf, fuzz_packed, fuzz_requests, fuzz_vocabularies
 from reliability.fuzz_target import JSON, Target, refusal, tried
 
 # --- a model's output
@@ -360,6 +360,7 @@ _HTTP = b"\r\n|\n|\r\n\r\n|:|content-length: |transfer-encoding: chunked\r\n|HTT
 TARGETS = {
     **fuzz_files.TARGETS,
     **fuzz_gguf.TARGETS,
+    **fuzz_packed.TARGETS,
     **fuzz_vocabularies.TARGETS,
     **fuzz_requests.TARGETS,
     "output": Target(output, _output_corpus, (*JSON, *_TAGS.split())),

@@ -79,6 +79,7 @@ class OneFails:
         self.engine, self.executor = engine, engine.executor
         self.request_id, self.from_step = request_id, engine.scheduler.num_steps + from_step
         self.num_failures = 0
+        self.pooler = engine.executor.pooler
 
     def execute(self, batch: Batch) -> StepResult:
         """Execute the batch, then raise if the request is in it."""

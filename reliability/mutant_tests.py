@@ -49,6 +49,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "config/quantization/integers.py": ("models/test_packed_integers.py",),
     "config/quantization/module_names.py": ("models/test_packed_integers.py", *COMPRESSED),
     "config/checkpoint/": CHECKPOINTS,
+    "config/checkpoint/name_patterns.py": ("config/test_name_patterns.py",),
     "config/checkpoint/tensors.py": ("config/test_mapped_tensors.py", *CHECKPOINTS),
     "config/scheduler.py": ("config/test_bounds.py", "engine/test_policy.py"),
     "config/sizes.py": ("config/test_sizes_and_memory.py",),

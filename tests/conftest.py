@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests import embedded
 from tests.effort import CLIENTS, mark_slow, register_profiles
 
 # Two test processes share two cores: a second thread of torch's in each would only wait for the other's.
@@ -39,6 +40,13 @@ def pytest_collection_finish() -> None:
     million objects takes half a second in each full collection."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def embedded_checkpoints():
+    """An engine of an embedded checkpoint is made in a fraction of the time."""
+    with embedded.kept():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,8 @@ class RecitingExecutor:
     `before_step` is called with the number of each step, and may raise.
     """
 
+    pooler = None
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.prompt_lens: dict[int, int] = {}

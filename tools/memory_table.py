@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -86,7 +87,8 @@ SHAPES = (
 )
 
 
-def plan(shape: Shape, context: int, quantization: str | None = None, kv_cache_dtype: str = "auto") -> MemoryPlan:
+@cache
+def plan(shape: Shape, context: int, quantization: str | None, kv_cache_dtype: str) -> MemoryPlan:
     """The plan for one request of `context` tokens at a time, on a machine with enough memory."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape.config()), encoding="utf-8")
@@ -116,9 +118,9 @@ def tables() -> Iterator[str]:
     yield f"| GiB, MiB for the cache | {' | '.join(parts)} |"
     yield "|---" * (4 + len(names)) + "|"
     for shape in SHAPES:
-        weights = [_gib(plan(shape, CONTEXTS[0], quantization).weight_bytes) for _, quantization in FORMATS]
-        activations = _gib(plan(shape, CONTEXTS[0]).activation_bytes)
-        caches = [_cache_of_1000(plan(shape, CONTEXTS[0], kv_cache_dtype=dtype)) for dtype in ("auto", "int8")]
+        weights = [_gib(plan(shape, CONTEXTS[0], quantization, "auto").weight_bytes) for _, quantization in FORMATS]
+        activations = _gib(plan(shape, CONTEXTS[0], None, "auto").activation_bytes)
+        caches = [_cache_of_1000(plan(shape, CONTEXTS[0], None, dtype)) for dtype in ("auto", "int8")]
         yield f"| {shape.name} | {' | '.join([*weights, activations, *caches])} |"
     yield ""
 
@@ -126,7 +128,7 @@ def tables() -> Iterator[str]:
 def _total(shape: Shape, context: int, quantization: str | None) -> str:
     if context > shape.max_context:
         return ""
-    found = plan(shape, context, quantization)
+    found = plan(shape, context, quantization, "auto")
     return _gib(found.weight_bytes + found.activation_bytes + found.kv_cache.total_bytes)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quire.common.arguments.vllm_arguments import Kind, parsers, vllm_arguments
-from quire.common.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from quire.common.params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
 from quire.config.args import EngineArgs
 from quire.server.config import ServerArgs
 from tools.written_tables import write_or_check
@@ -28,6 +28,7 @@ SECTIONS: tuple[tuple[str, Kind, tuple[str, ...]], ...] = (
     ("`SamplingParams`", "sampling", SamplingParams.__struct_fields__),
     ("`StructuredOutputsParams`", "structured", StructuredOutputsParams.__struct_fields__),
     ("`BeamSearchParams`", "beam", BeamSearchParams.__struct_fields__),
+    ("`PoolingParams`", "pooling", PoolingParams.__struct_fields__),
 )
 
 

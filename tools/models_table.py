@@ -10,12 +10,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from quire.config.checkpoint.architectures import MODELS
+from quire.config.checkpoint.architectures import MODELS, POOLING_MODELS
 from quire.models.registry import described_models
+from tests.models.encoders import CLASSIFIERS, ENCODERS
 from tests.models.families import NESTED
 from tests.models.variants import VARIANTS
 from tools.written_tables import write_or_check
 
+HEADS = ("Model", "ForSequenceClassification", "ForTokenClassification")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 
 
@@ -27,8 +29,14 @@ def table() -> Iterator[str]:
         tested.setdefault(MODELS[architecture], []).append(variant)
     for variant, architecture in NESTED.items():
         tested.setdefault(MODELS[architecture], []).append(variant)
+    for variant, (family, _) in ENCODERS.items():
+        for head in HEADS:
+            tested.setdefault(POOLING_MODELS[family + head], []).append(variant)
+    for family in CLASSIFIERS:
+        tested.setdefault(POOLING_MODELS[f"{family}ForSequenceClassification"], []).append(family.lower())
     for architecture, text in described_models():
-        variants = ", ".join(f"`{name}`" for name in sorted(tested.get(MODELS[architecture], ())))
+        made = (MODELS | POOLING_MODELS)[architecture]
+        variants = ", ".join(f"`{name}`" for name in sorted(set(tested.get(made, ()))))
         yield f"| `{architecture}` | {text} | {variants} |"
 
 

@@ -47,20 +47,20 @@ def add_settings(writer: Any, config: dict[str, Any]) -> None:
     writer.add_rope_freq_base(theta)
 
 
-def add_tokenizer(writer: Any, folder: Path, config: dict[str, Any]) -> None:
-    """Add the vocabulary, padded to the model's size with unused tokens."""
+def add_vocabulary(writer: Any, tokenizer: str, vocab_size: int, eos_token_id: int = 0) -> None:
+    """Add the vocabulary of a `tokenizer.json`, given as text, padded to the model's size with unused tokens."""
     import gguf
 
-    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    model = json.loads(tokenizer)["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
-    unused = [f"[unused{index}]" for index in range(config["vocab_size"] - len(tokens))]
+    unused = [f"[unused{index}]" for index in range(vocab_size - len(tokens))]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens + unused)
     writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.UNUSED] * len(unused))
     writer.add_token_merges(merges)
-    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_eos_token_id(eos_token_id)
 
 
 def bfloat16_tensors(path: Path) -> Iterator[tuple[str, Any]]:
@@ -85,7 +85,7 @@ def write(folder: Path, weight_format: str, out: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(out, "qwen2")
     add_settings(writer, config)
-    add_tokenizer(writer, folder, config)
+    add_vocabulary(writer, (folder / "tokenizer.json").read_text(), config["vocab_size"], config["eos_token_id"])
     for name, values in bfloat16_tensors(folder / "model.safetensors"):
         kind = matrix_kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, kind), raw_dtype=kind)

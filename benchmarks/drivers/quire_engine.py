@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -22,19 +23,23 @@ _SMALL_KERNELS = (
 
 def load() -> Mapping[str, Handler]:
     """Load the engine."""
-    from quire import LLM, SamplingParams
-    from quire.cli.bench.limits import Limits
+    from quire import LLM, EngineArgs, SamplingParams
+    from quire.cli.bench.limits import Limits, WeightCosts
     from quire.common.batch import Batch, Draw, DrawnRows, ScheduledSequence
 
-    arguments = {"dtype": "bfloat16", "enable_prefix_caching": False, "max_model_len": 4096}
-    llm = LLM(sys.argv[1], **arguments | json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))
+    arguments: dict[str, Any] = {"dtype": "bfloat16", "enable_prefix_caching": False, "max_model_len": 4096}
+    arguments |= json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}")
+    llm = LLM(sys.argv[1], **arguments)
     plan, executor = llm.engine.plan, llm.engine.executor
     block_size = plan.kv_cache.block_size
 
-    def generate(num_prompts: int, input_len: int, output_len: int) -> dict[str, Any]:
+    loaded = EngineArgs(**arguments).lora_requests()
+
+    def generate(num_prompts: int, input_len: int, output_len: int, adapters: int = 0) -> dict[str, Any]:
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
         prompts = random_prompts(num_prompts, input_len)
-        return {"elapsed_s": timed(lambda: llm.generate(prompts, params, use_tqdm=False))}
+        lora = [loaded[i % adapters] for i in range(num_prompts)] if adapters else None
+        return {"elapsed_s": timed(lambda: llm.generate(prompts, params, use_tqdm=False, lora_request=lora))}
 
     def limits(precision: str = "bfloat16") -> dict[str, Any]:
         found = Limits.measure(precision)
@@ -74,6 +79,7 @@ def load() -> Mapping[str, Handler]:
         "limits": limits,
         "decode": decode,
         "parts": parts,
+        "costs": lambda: asdict(WeightCosts.of(plan)),
         "weights": lambda: {"weight_bytes": plan.weight_bytes},
         "fill_cache": lambda: _take_pages(executor),
     }

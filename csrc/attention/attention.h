@@ -49,7 +49,7 @@ class AttentionTask {
         ahead.begin_tile();
         for (int64_t head = 0; head < item_.num_kv_heads; ++head) {
           locate(start, first, last, item_.kv_head + head, tile);
-          if (stages()) stage_values(tile, first, last, a_.head_dim, a_.row_stride, s_.values);
+          if (stages()) stage_values(tile, first, last, a_.value_dim, a_.row_stride, s_.values);
           run_tile(tile, head * head_rows_, state, ahead);
         }
       }
@@ -81,7 +81,7 @@ class AttentionTask {
   float* row_sums(const State& state, int64_t r) const { return state.rows + (r + 1) * a_.row_stride - 16; }
 
   // Whether values are made into lanes once for all rows, not by each block of rows for itself.
-  bool stages() const { return head_rows_ > kMostAttentionRows || a_.head_dim % (4 * W) != 0; }
+  bool stages() const { return head_rows_ > kMostAttentionRows || a_.value_dim % (4 * W) != 0; }
 
   typename Lane::Query* query(int64_t r) const {
     return reinterpret_cast<typename Lane::Query*>(s_.queries) + r * a_.head_dim;
@@ -94,13 +94,15 @@ class AttentionTask {
     int64_t seq = item_.seq, r = 0;
     for (int64_t token = item_.token_begin; token < item_.token_end; ++token) {
       while (a_.query_start[seq + 1] <= token) ++seq;
-      const int64_t position = context_of(a_, seq) + token, first_key = a_.first_key(position);
+      const int64_t position = context_of(a_, seq) + token, first_key = a_.first_key(position),
+                    end_key = a_.end_key(seq, position);
       const T* from = static_cast<const T*>(a_.query) + token * a_.query_stride + item_.kv_head * group_ * a_.head_dim;
       for (const int64_t end = r + token_rows_; r < end; ++r, from += a_.head_dim) {
         s_.query_scales[r] = a_.scale * kLog2E;
         s_.steps[r] = 1.0f;
         s_.positions[r] = position;
         s_.first_keys[r] = first_key;
+        s_.end_keys[r] = end_key;
         if constexpr (kInt8) {
           quantize_query(r, from);
         } else {
@@ -148,30 +150,40 @@ class AttentionTask {
     for (int64_t r = 0; r < rows_; ++r) state.maxima[r] = -kInfinity;
   }
 
-  // Find keys [first, last) of the tile at `start`, packing them into the scratch if vectors would straddle blocks.
+  // Find keys [first, last) of the tile at `start`, packing them into the scratch if vectors would straddle blocks, or
+  // if they are rows.
   void locate(int64_t start, int64_t first, int64_t last, int64_t kv_head, KeyTile<C>& tile) const {
     constexpr int64_t kPack = Lane::kPack;
-    const bool in_place = a_.block_size % W == 0;
+    const bool in_place = a_.block_size % W == 0 && !a_.has_key_rows();
     C* packed = reinterpret_cast<C*>(s_.packed_keys);
     tile.start = start;
     tile.lane_stride = kPack * (in_place ? a_.block_size : kTileKeys);
+    const C* keys[kTileKeys];
+    const C** rows = a_.has_latents() ? tile.values : keys;
     for (int64_t key = first; key < last;) {
       const int64_t run = min_of(last - key, a_.block_size - (start + key) % a_.block_size);
       const BlockSlot<C> slot = find_slot<C>(a_, item_.seq, kv_head, start + key);
       for (int64_t i = 0; i < run; ++i) tile.values[key + i] = slot.values + i * a_.head_dim;
       if (in_place) {
         for (int64_t v = key / W; v * W < key + run; ++v) tile.vectors[v] = slot.keys + (v * W - key) * kPack;
-      } else {
+      } else if (!a_.has_key_rows()) {
         pack_keys(slot.keys, run, packed + key * kPack);
+      } else {
+        for (int64_t i = 0; i < run; ++i) keys[key + i] = slot.keys + i * a_.head_dim;
       }
       key += run;
     }
     for (int64_t i = 0; i < first; ++i) tile.values[i] = tile.values[first];
     for (int64_t i = last; i < kTileKeys; ++i) tile.values[i] = tile.values[first];
+    if (a_.has_key_rows()) {
+      for (int64_t i = 0; i < first; ++i) rows[i] = rows[first];
+      for (int64_t i = last; i < kTileKeys; ++i) rows[i] = rows[first];
+    }
     for (int64_t v = 0; v < KeyTile<C>::kVectors; ++v) {
       const bool is_seen = v >= first / W && v <= (last - 1) / W;
       if (!in_place) {
         tile.vectors[v] = packed + v * W * kPack;
+        if (a_.has_key_rows() && is_seen) lanes_of_rows(rows + v * W, key_lanes<C>(a_), packed + v * W * kPack);
       } else if (!is_seen) {
         tile.vectors[v] = tile.vectors[first / W];
       }
@@ -207,7 +219,7 @@ class AttentionTask {
       for (int64_t b = begin; b < end; ++b) {
         const int64_t row = row_of(b), after = row_of(b + 1);
         const int64_t first = max_of(s_.first_keys[row] - tile.start, 0);
-        const int64_t last = min_of(s_.positions[after - 1] + 1 - tile.start, kTileKeys);
+        const int64_t last = min_of(s_.end_keys[after - 1] - tile.start, kTileKeys);
         if (first < last) call(row, after - row, first, last);
       }
     };
@@ -220,11 +232,11 @@ class AttentionTask {
         }
       });
       const int64_t vector = first / W, vectors_end = (last + W - 1) / W;
-      if (a_.softcap > 0 || a_.slopes != nullptr) {
+      if (a_.changes_scores()) {
         change_scores(tile.start, row, rows, vector, vectors_end, scores(row));
       }
       for (int64_t r = row; r < row + rows; ++r) {
-        const int64_t first_seen = s_.first_keys[r] - tile.start, seen_end = s_.positions[r] + 1 - tile.start;
+        const int64_t first_seen = s_.first_keys[r] - tile.start, seen_end = s_.end_keys[r] - tile.start;
         if (first_seen > vector * W || seen_end < vectors_end * W) {
           mask_scores(scores(r), vector, vectors_end, first_seen, seen_end);
         }
@@ -248,19 +260,44 @@ class AttentionTask {
                                        s_.steps + row, state.rows + row * a_.row_stride, a_.row_stride);
         };
         int64_t dim = 0;
-        for (; !stages() && dim < a_.head_dim; dim += kVectors * W) add.template operator()<kVectors, false>(dim);
-        for (; dim + kVectors * W <= a_.head_dim; dim += kVectors * W) add.template operator()<kVectors, true>(dim);
-        for (; dim < a_.head_dim; dim += W) add.template operator()<1, true>(dim);
+        for (; !stages() && dim < a_.value_dim; dim += kVectors * W) add.template operator()<kVectors, false>(dim);
+        for (; dim + kVectors * W <= a_.value_dim; dim += kVectors * W) add.template operator()<kVectors, true>(dim);
+        for (; dim < a_.value_dim; dim += W) add.template operator()<1, true>(dim);
       });
     });
   }
 
-  // Cap the scores of rows, and add their slopes. Not inlined: plain attention's loop keeps its registers.
+  // Cap the scores of rows, and add what depends on distances. Not inlined: plain attention's loop keeps its registers.
   __attribute__((noinline)) void change_scores(int64_t start, int64_t row, int64_t rows, int64_t vector, int64_t end,
                                                float* scores) const {
     for (int64_t r = row; r < row + rows; ++r, scores += kTileKeys) {
       if (a_.softcap > 0) cap_scores(scores, vector, end, a_.softcap * kLog2E);
-      if (a_.slopes != nullptr) add_slope(scores, vector, end, a_.slopes[head_of(r)] * kLog2E, start - s_.positions[r]);
+      const int64_t distance = start - s_.positions[r];
+      if (a_.slopes != nullptr) add_slope(scores, vector, end, a_.slopes[head_of(r)] * kLog2E, distance);
+      add_relative(r, start, distance, vector, end, scores);
+    }
+  }
+
+  // Add what the distances, from `distance` on, add to the scores of row r.
+  void add_relative(int64_t r, int64_t start, int64_t distance, int64_t vector, int64_t end, float* scores) const {
+    const RelativeTerms& relative = a_.relative;
+    const int64_t head = head_of(r), first = relative.reach + distance;
+    if (relative.bias != nullptr) {
+      const float* bias = relative.bias + head * (2 * relative.reach + 16) + first;
+      for (int64_t i = vector * W; i < end * W; i += W) {
+        store(scores + i, fma(load(bias + i), set1(kLog2E), load(scores + i)));
+      }
+    }
+    if (relative.term == nullptr) return;
+    const int64_t row = a_.num_heads * relative.num_terms, offset = head * relative.num_terms;
+    const int64_t last = min_of(end * W, s_.end_keys[r] - start);
+    const float factor = a_.scale * kLog2E;
+    for (int64_t i = max_of(vector * W, s_.first_keys[r] - start); i < last; ++i) {
+      const int64_t term = offset + relative.term[first + i];
+      float sum = 0.0f;
+      if (relative.of_query != nullptr) sum += relative.of_query[(item_.token_begin + r / token_rows_) * row + term];
+      if (relative.of_key != nullptr) sum += relative.of_key[(a_.query_start[item_.seq] + start + i) * row + term];
+      scores[i] += sum * factor;
     }
   }
 
@@ -299,12 +336,12 @@ class AttentionTask {
   void write_output() {
     for (int64_t r = 0; r < rows_; ++r) {
       const int64_t token = item_.token_begin + r / token_rows_;
-      T* out = static_cast<T*>(a_.out) + (token * a_.num_heads + head_of(r)) * a_.head_dim;
+      T* out = static_cast<T*>(a_.out) + (token * a_.num_heads + head_of(r)) * a_.value_dim;
       const float* from = total().rows + r * a_.row_stride;
       const float sum = reduce_add(load(row_sums(total(), r)));
       const f32 inverse = a_.sinks == nullptr ? set1(1.0f / sum) : inverse_with_sink(r, sum);
       // Adding zero turns -0 into +0: a masked key adds zero to an output, which is the one thing that can change one.
-      for_parts(a_.head_dim,
+      for_parts(a_.value_dim,
                 [&](int64_t d, int64_t n) { store_some(out + d, load(from + d) * inverse + set1(0.0f), n); });
     }
   }

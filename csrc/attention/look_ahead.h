@@ -24,7 +24,7 @@ QUIRE_INLINE int64_t context_of(const AttentionArgs& args, int64_t seq) {
 static inline KeyRange key_range(const AttentionArgs& args, const AttentionItem& item) {
   const int64_t context = context_of(args, item.seq);
   return {max_of(args.first_key(context + item.token_begin), item.section_begin * kSectionKeys),
-          min_of(context + item.token_end, item.section_end * kSectionKeys)};
+          min_of(args.end_key(item.seq, context + item.token_end - 1), item.section_end * kSectionKeys)};
 }
 
 template <typename C>
@@ -32,7 +32,7 @@ QUIRE_INLINE int64_t key_lanes(const AttentionArgs& args) {
   return args.head_dim / KeyLane<C>::kPack + KeyLane<C>::kScaleLanes;
 }
 
-// Keys and values from slot `offset` of a block of one head on.
+// Keys and values from a slot of a block of one head on; of latents, which are both, only values.
 template <typename C>
 struct BlockSlot {
   const C *keys, *values;
@@ -40,12 +40,16 @@ struct BlockSlot {
 
 template <typename C>
 static inline BlockSlot<C> find_slot(const AttentionArgs& args, int64_t seq, int64_t kv_head, int64_t key) {
-  const int64_t block = args.block_tables[seq * args.table_stride + key / args.block_size];
+  const int64_t block = args.block_tables == nullptr
+                            ? args.query_start[seq] + key
+                            : args.block_tables[seq * args.table_stride + key / args.block_size];
   const int64_t offset = key % args.block_size;
+  const C* values = static_cast<const C*>(args.v_cache) + block * args.v_block_stride +
+                    (kv_head * args.block_size + offset) * args.head_dim;
+  if (args.has_latents()) return {nullptr, values};
   return {static_cast<const C*>(args.k_cache) + block * args.k_block_stride +
               (kv_head * args.block_size * key_lanes<C>(args) + offset) * KeyLane<C>::kPack,
-          static_cast<const C*>(args.v_cache) + block * args.v_block_stride +
-              (kv_head * args.block_size + offset) * args.head_dim};
+          values};
 }
 
 // Walks over the tiles of a run of items, up to two ahead of the work, and fetches what lies there into the
@@ -101,7 +105,7 @@ class LookAhead {
     if (key_ >= min_of(start_ + kTileKeys, last_) && lead_ < 2) next_tile();
     if (key_ >= min_of(start_ + kTileKeys, last_) || item_ == end_ || a_.block_size % W != 0) return false;
     const int64_t heads = item_->num_kv_heads, lanes = heads * key_lanes<C>(a_);
-    const int64_t key_rows = is_in_lanes() ? lanes : 1, value_rows = is_in_lanes() ? heads : 1;
+    const int64_t key_rows = a_.has_latents() ? 0 : is_in_lanes() ? lanes : 1, value_rows = is_in_lanes() ? heads : 1;
     const BlockSlot<C> slot = find_slot<C>(a_, item_->seq, item_->kv_head, key_);
     if (row_ < key_rows) {
       next_ = reinterpret_cast<const char*>(slot.keys) + row_ * a_.block_size * 4;

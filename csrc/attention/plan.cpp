@@ -58,8 +58,9 @@ AttentionScratch thread_scratch(DType dtype, const AttentionArgs& args, int64_t 
   static thread_local ThreadState state;
   ask_for_memory();
   const int64_t lanes = args.int8_cache ? args.head_dim / 4 + 2 : args.head_dim / (dtype == kBFloat16 ? 2 : 1);
-  const int64_t packed = args.block_size % 16 == 0 ? 0 : lanes * kTileKeys;  // vectors are 4, 8 or 16 lanes wide
-  state.positions.resize(2 * static_cast<size_t>(rows));
+  // Vectors are 4, 8 or 16 lanes wide.
+  const int64_t packed = args.block_size % 16 == 0 && !args.has_key_rows() ? 0 : lanes * kTileKeys;
+  state.positions.resize(3 * static_cast<size_t>(rows));
   float* next = state.floats.reserve(rows * (2 * args.row_stride + args.head_dim + 6) +
                                      kTileKeys * (kPassRows + args.row_stride) + packed);
   const auto take = [&next](int64_t count) { return std::exchange(next, next + count); };
@@ -75,7 +76,8 @@ AttentionScratch thread_scratch(DType dtype, const AttentionArgs& args, int64_t 
           .decay = take(rows),
           .steps = take(rows),
           .positions = state.positions.data(),
-          .first_keys = state.positions.data() + rows};
+          .first_keys = state.positions.data() + rows,
+          .end_keys = state.positions.data() + 2 * rows};
 }
 
 // The work of one call, in arrays that the calling thread keeps from call to call.
@@ -99,6 +101,13 @@ void check_sequence(const AttentionArgs& args, int64_t s) {
     refuse(s, std::to_string(query_len) + " query tokens, but seq_lens says " + std::to_string(seq_len));
   }
   if (query_len == 0) return;
+  if ((args.relative.bias != nullptr || args.relative.term != nullptr) && seq_len > args.relative.reach + 1) {
+    refuse(s, std::to_string(seq_len) + " tokens, but relative positions reach " + std::to_string(args.relative.reach));
+  }
+  if (args.block_tables == nullptr) {
+    if (query_len != seq_len) refuse(s, "without a cache a sequence is whole, but not all of its tokens are queries");
+    return;
+  }
   const int64_t blocks = (seq_len + args.block_size - 1) / args.block_size;
   if (blocks > args.table_width) {
     refuse(s, std::to_string(seq_len) + " tokens need " + std::to_string(blocks) + " blocks, the block table has " +
@@ -166,7 +175,7 @@ AttentionItem part_of(const AttentionArgs& args, const AttentionItem& item, int6
 AttentionItem whole_item(const AttentionArgs& args, int64_t s, int64_t kv_head, int64_t heads, int64_t begin,
                          int64_t end) {
   const int64_t position = context_len(args, s) - args.query_start[s];  // of token t: this and t
-  const int64_t first_key = args.first_key(position + begin), last_key = position + end - 1;
+  const int64_t first_key = args.first_key(position + begin), last_key = args.end_key(s, position + end - 1) - 1;
   const int64_t rows = (end - begin) * (args.num_heads / args.num_kv_heads) * heads;
   const int64_t section_begin = first_key / kSectionKeys, section_end = last_key / kSectionKeys + 1;
   return {s, kv_head, heads, begin, end, section_begin, section_end, -1, rows, 0, rows * (last_key + 1 - first_key)};
@@ -228,7 +237,7 @@ void make_items(const AttentionArgs& args, int64_t tokens_per_item, int64_t head
     const auto is_short = [&](int64_t i) { return query_len(args, i) > 0 && query_len(args, i) <= tokens_per_item; };
     next = s + 1;
     Sections shared = whole_sections(args, s);
-    for (; is_short(s) && next < args.num_seqs && is_short(next); ++next) {
+    for (; args.block_tables != nullptr && is_short(s) && next < args.num_seqs && is_short(next); ++next) {
       const Sections with_next = shared_sections(args, s, next, shared);
       // Sections that are not read, thanks to sharing: would there be fewer of them?
       if (with_next.count() <= 0 || (next - s) * with_next.count() < (next - s - 1) * shared.count()) break;

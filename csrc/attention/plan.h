@@ -17,42 +17,77 @@ constexpr int64_t kItemRows = 96;
 // Most of them that any instruction set takes through a tile together.
 constexpr int64_t kPassRows = 32;
 
+// Floats of one row of a softmax state, beside its maximum: the output, padded to whole vectors of any instruction set,
+// and one more vector of sums.
+QUIRE_INLINE int64_t state_row_stride(int64_t value_dim) { return (value_dim + 15) / 16 * 16 + 16; }
+
+// What is added to the scores of one layer by the distance of key and query.
+struct RelativeTerms {
+  int64_t reach;      // distances are from -reach to reach
+  const float* bias;  // [num_heads, 2 * reach + 16], or null: entry reach + key - query; what follows is never seen
+  // Disentangled attention: [num_tokens, num_heads, num_terms] each, or null; multiplied with the scale.
+  const float* of_query;
+  const float* of_key;
+  const int32_t* term;  // [2 * reach + 1]: of the distance at reach + key - query
+  int64_t num_terms;
+};
+
 struct AttentionArgs {
   const void* query;  // [num_tokens, num_heads, head_dim]
   int64_t query_stride;
   bool int8_cache;      // else the cache holds what the query does
-  const void* k_cache;  // [num_blocks, num_kv_heads, head_dim / pack, block_size, pack]; int8: two lanes more, floats
-  const void* v_cache;  // [num_blocks, num_kv_heads, block_size, head_dim]
+  const void* k_cache;  // [num_blocks, num_kv_heads, head_dim / pack, block_size, pack]; int8: two lanes more, floats;
+                        // null: latents, which are keys, and whose first value_dim elements are the values
+  const void* v_cache;  // [num_blocks, num_kv_heads, block_size, head_dim]; latents: [num_blocks, block_size, head_dim]
   int64_t k_block_stride;
   int64_t v_block_stride;
-  const int32_t* query_start;   // [num_seqs + 1]
-  const int32_t* seq_lens;      // [num_seqs]
-  const int32_t* block_tables;  // [num_seqs, table_stride]
+  const int32_t* query_start;  // [num_seqs + 1]
+  const int32_t* seq_lens;     // [num_seqs]
+  // [num_seqs, table_stride]. Null: no cache, but keys and values of the query tokens themselves, which are whole
+  // sequences: block_size is 1, and a sequence's block i is its row i.
+  const int32_t* block_tables;
   int64_t table_stride;
   int64_t table_width;
   int64_t num_tokens;
   int64_t num_seqs;
   int64_t num_heads;
   int64_t num_kv_heads;
-  int64_t head_dim;
+  int64_t head_dim;   // of a query and of a key
+  int64_t value_dim;  // of a value and of an output: head_dim, but for latents
   int64_t num_blocks;
   int64_t block_size;
-  int64_t sliding_window;  // positions a token sees, itself included; INT64_MAX sees all
+  int64_t sliding_window;  // positions up to its own that a token sees; INT64_MAX sees all
+  int64_t look_ahead;      // positions after its own that it sees; 0: causal; INT64_MAX sees all
   int64_t chunk_size;      // a token sees keys from the last multiple of it on; INT64_MAX sees all
   float scale;
   float softcap;        // 0: none
   const float* sinks;   // [num_heads] or null
   const float* slopes;  // [num_heads] or null
-  void* out;            // [num_tokens, num_heads, head_dim], contiguous
-  // Floats of one row of a softmax state, beside its maximum: the output, padded to whole vectors of any instruction
-  // set, and one more vector of sums.
-  int64_t row_stride = (head_dim + 15) / 16 * 16 + 16;
+  RelativeTerms relative;
+  void* out;  // [num_tokens, num_heads, value_dim], contiguous
+  int64_t row_stride = state_row_stride(value_dim);
+
+  // Keys and values are the same rows.
+  QUIRE_MEMBER bool has_latents() const { return k_cache == nullptr; }
+
+  // The lanes of a key follow each other, as those of a value do.
+  QUIRE_MEMBER bool has_key_rows() const { return has_latents() || block_tables == nullptr; }
 
   // First key that a token at `position` sees.
   QUIRE_MEMBER int64_t first_key(int64_t position) const {
     const int64_t window = position < sliding_window ? 0 : position - sliding_window + 1;
     const int64_t chunk = position < chunk_size ? 0 : position - position % chunk_size;
     return window > chunk ? window : chunk;
+  }
+
+  // The key after the last one that a token at `position` of sequence `seq` sees.
+  QUIRE_MEMBER int64_t end_key(int64_t seq, int64_t position) const {
+    const int64_t end = seq_lens[seq];
+    return look_ahead < end - position ? position + look_ahead + 1 : end;
+  }
+
+  QUIRE_MEMBER bool changes_scores() const {
+    return softcap > 0 || slopes != nullptr || relative.bias != nullptr || relative.term != nullptr;
   }
 };
 
@@ -89,8 +124,9 @@ struct AttentionScratch {
   float* references;
   float* decay;
   float* steps;
-  int64_t* positions;  // of a row, and of the first key that it sees
+  int64_t* positions;  // of a row, of the first key that it sees, and of the one after the last
   int64_t* first_keys;
+  int64_t* end_keys;
 };
 
 struct AttentionTable {

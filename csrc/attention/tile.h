@@ -3,6 +3,8 @@
 // A number depends on its own row and key alone, never on how many rows or vectors are computed beside it.
 #pragma once
 
+#include <utility>
+
 #include "attention/plan.h"
 #include "isa/rows.h"
 #include "isa/simd.h"
@@ -62,6 +64,44 @@ struct KeyLane<int8_t> {
     return __builtin_convertvector(sum, f32) * (scale * quire::QUIRE_ISA::load(key_scales));
   }
 };
+
+// Of a W x W square of lanes, those of rows i and i + kDistance are exchanged where the other's diagonal says so: done
+// for every power of two below W, rows become columns.
+template <int kDistance, size_t... kLanes>
+QUIRE_INLINE void exchange_lanes(i32& a, i32& b, std::index_sequence<kLanes...>) {
+  const i32 upper = __builtin_shufflevector(a, b, ((kLanes & kDistance) ? W + kLanes - kDistance : kLanes)...);
+  b = __builtin_shufflevector(a, b, ((kLanes & kDistance) ? W + kLanes : kLanes + kDistance)...);
+  a = upper;
+}
+
+template <int kDistance = W / 2>
+QUIRE_INLINE void transpose(i32 (&rows)[W]) {
+  QUIRE_UNROLL
+  for (int i = 0; i < W; ++i) {
+    if ((i & kDistance) == 0) {
+      exchange_lanes<kDistance>(rows[i], rows[i | kDistance], std::make_index_sequence<W>());
+    }
+  }
+  if constexpr (kDistance > 1) transpose<kDistance / 2>(rows);
+}
+
+// The lanes of W rows, each `count` lanes in one piece -> out[lane][row], lanes kTileKeys apart.
+template <typename C>
+static inline void lanes_of_rows(const C* const* rows, int64_t count, C* out) {
+  constexpr int64_t kPack = KeyLane<C>::kPack;
+  int64_t lane = 0;
+  for (; lane + W <= count; lane += W) {
+    i32 square[W];
+    QUIRE_UNROLL
+    for (int i = 0; i < W; ++i) square[i] = load_lanes(rows[i] + lane * kPack);
+    transpose(square);
+    QUIRE_UNROLL
+    for (int i = 0; i < W; ++i) store_lanes(out + (lane + i) * kTileKeys * kPack, square[i]);
+  }
+  for (; lane < count; ++lane) {
+    for (int i = 0; i < W; ++i) std::memcpy(out + (lane * kTileKeys + i) * kPack, rows[i] + lane * kPack, 4);
+  }
+}
 
 // e^v becomes 2^(v log2 e): the scale of scores takes the factor.
 constexpr float kLog2E = 1.44269504f;
@@ -209,12 +249,12 @@ QUIRE_INLINE void cap_scores(float* scores, int64_t vector, int64_t end, float c
   for (int64_t v = vector; v < end; ++v) store(scores + v * W, most * tanh(load(scores + v * W) * inverse));
 }
 
-// slope * (key + distance) is added to the scores of vectors [vector, end) of a row, key being its index in the tile.
+// -slope * |key + distance| is added to the scores of vectors [vector, end) of a row, key being its index in the tile.
 QUIRE_INLINE void add_slope(float* scores, int64_t vector, int64_t end, float slope, int64_t distance) {
   const i32 first = lane_indices() + int32_t(distance);
   for (int64_t v = vector; v < end; ++v) {
     const f32 keys = __builtin_convertvector(first + int32_t(v * W), f32);
-    store(scores + v * W, fma(keys, set1(slope), load(scores + v * W)));
+    store(scores + v * W, fma(-abs(keys), set1(slope), load(scores + v * W)));
   }
 }
 

@@ -8,6 +8,22 @@ void bind_elementwise(nb::module_& module) {
   add_kernel(module, "rms_norm", &KernelTable::norm, &NormTable::rms_norm);
   add_kernel(module, "add_rms_norm", &KernelTable::norm, &NormTable::add_rms_norm);
   add_kernel(module, "layer_norm", &KernelTable::norm, &NormTable::layer_norm);
+  add_kernel(module, "head_layer_norm", &KernelTable::norm, &NormTable::head_layer_norm);
+  // A table after the other: its address, how many rows it has, and the ids of the rows wanted.
+  add_kernel(
+      module, "embedding_norm",
+      +[](int dtype, int64_t num_tables, const void* table0, int64_t count0, const int64_t* ids0, const void* table1,
+          int64_t count1, const int64_t* ids1, const void* table2, int64_t count2, const int64_t* ids2,
+          const float* weight, const float* bias, float eps, void* out, int64_t rows, int64_t width) {
+        const EmbeddingNormArgs args = {
+            num_tables, {table0, table1, table2}, {ids0, ids1, ids2}, weight, bias, eps, out, rows, width};
+        const int64_t counts[kMaxTables] = {count0, count1, count2};
+        for (int64_t t = 0; t < num_tables; ++t) {
+          if (args.ids[t] != nullptr) check_range("embedding_norm: row", args.ids[t], rows, counts[t]);
+        }
+        kernels().norm.embedding_norm[dtype](args);
+      });
+  add_kernel(module, "pool_rows", &KernelTable::pooling, &PoolingTable::pool_rows);
   // After the dtype, the fields of ActivationKind in their order.
   add_kernel(
       module, "activation",

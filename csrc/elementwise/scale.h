@@ -22,10 +22,15 @@ static void scale(void* x, int64_t rows, int64_t width, float factor) {
 }
 
 template <typename T>
-static void clip(void* x, int64_t rows, int64_t width, float limit) {
-  change_rows(static_cast<T*>(x), rows, width, [=](f32 v) __attribute__((always_inline)) {
-    const f32 low = select(v < set1(-limit), set1(-limit), v);  // NaN stays NaN
-    return select(low > set1(limit), set1(limit), low);
+static void clip(void* x, int64_t rows, int64_t width, int64_t stride, float limit) {
+  for_rows(rows, width, [&](int64_t begin, int64_t end) {
+    for (T* row = static_cast<T*>(x) + begin * stride; begin < end; ++begin, row += stride) {
+      for_parts(width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+        const f32 v = load_some(row + i, n);
+        const f32 low = select(v < set1(-limit), set1(-limit), v);  // NaN stays NaN
+        store_some(row + i, select(low > set1(limit), set1(limit), low), n);
+      });
+    }
   });
 }
 

@@ -1,6 +1,7 @@
 #include "binding.h"
 #include "checks.h"
 #include "experts/grouping.h"
+#include "runtime/memory.h"
 
 namespace quire {
 
@@ -18,6 +19,13 @@ void bind_experts(nb::module_& module) {
                                  is_normalized, scale, jitter, ids, weights});
       });
   add_kernel(module, "group_by_expert", &group_by_expert);
+  add_kernel(
+      module, "read_ahead", +[](const FileRange* ranges, int64_t num_experts, int64_t matrices, const int32_t* starts) {
+        for (int64_t e = 0; e < num_experts; ++e) {
+          if (starts[e] == starts[e + 1]) continue;
+          for (int64_t i = 0; i < matrices; ++i) read_ahead(ranges[e * matrices + i]);
+        }
+      });
   add_kernel(
       module, "expert_matmul",
       +[](int dtype, const void* x, int64_t x_stride, const int32_t* pairs, int64_t top_k, int64_t rows,

@@ -4,6 +4,7 @@
 #include "attention/attention.h"
 #include "elementwise/activation.h"
 #include "elementwise/norm.h"
+#include "elementwise/pooling.h"
 #include "elementwise/rotary.h"
 #include "elementwise/scale.h"
 #include "experts/products.h"
@@ -31,6 +32,7 @@ const KernelTable table = {
                 .matmul = {expert_matmul<float>, expert_matmul<bf16>},
                 .combine = {combine<float>, combine<bf16>}},
     .norm = kNorm,
+    .pooling = kPooling,
     .activation = kActivation,
     .scale = kScale,
     .rotary = kRotary,

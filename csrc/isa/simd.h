@@ -11,6 +11,7 @@
 #endif
 
 #include <cstring>
+#include <type_traits>
 
 #include "common.h"
 
@@ -76,6 +77,15 @@ typedef int8_t i8_lanes __attribute__((vector_size(W)));
 typedef uint16_t u16_lanes __attribute__((vector_size(2 * W)));
 template <typename Lanes>
 QUIRE_INLINE i32 load_integers(const void* p) {
+#if defined(QUIRE_SIMD_AVX512)  // GCC 12 would convert bytes element by element
+  const __m128i* bytes = static_cast<const __m128i*>(p);
+  if constexpr (std::is_same_v<Lanes, i8_lanes>) return (i32)_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes));
+  if constexpr (std::is_same_v<Lanes, u8_lanes>) return (i32)_mm512_cvtepu8_epi32(_mm_loadu_si128(bytes));
+#elif defined(QUIRE_SIMD_AVX2)
+  const __m128i* bytes = static_cast<const __m128i*>(p);
+  if constexpr (std::is_same_v<Lanes, i8_lanes>) return (i32)_mm256_cvtepi8_epi32(_mm_loadl_epi64(bytes));
+  if constexpr (std::is_same_v<Lanes, u8_lanes>) return (i32)_mm256_cvtepu8_epi32(_mm_loadl_epi64(bytes));
+#endif
   Lanes lanes;
   std::memcpy(&lanes, p, sizeof lanes);
   return __builtin_convertvector(lanes, i32);

@@ -13,6 +13,7 @@ void bind_kv_cache(nb::module_& module) {
                        num_kv_heads, key_bytes, value_bytes,      block_size};
       });
   add_kernel(module, "write_kv", &write_kv);
+  add_kernel(module, "write_latents", &write_latents);
   add_kernel(
       module, "quantize_kv",
       +[](const KvCache& cache, int dtype, const void* key, int64_t key_stride, const void* value, int64_t value_stride,

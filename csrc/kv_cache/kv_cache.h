@@ -2,9 +2,9 @@
 //
 // One block of one layer: keys [num_kv_heads, head_dim / pack, block_size, pack], where pack elements fill four bytes,
 // and values [num_kv_heads, block_size, head_dim]. An int8 key is rotated, and has two lanes more: the float32 scales
-// of the key and of the value. Both caches may be views into one buffer, so the stride from block to block is free;
-// within a block everything is contiguous. All sizes here are in bytes; a "lane" is four bytes of a key. Slots and
-// blocks that the cache does not have are refused with std::invalid_argument.
+// of the key and of the value. Latents are values of one head without keys. Both caches may be views into one buffer,
+// so the stride from block to block is free; within a block everything is contiguous. All sizes here are in bytes; a
+// "lane" is four bytes of a key. Slots and blocks that the cache does not have are refused with std::invalid_argument.
 #pragma once
 
 #include <cstdint>
@@ -52,7 +52,7 @@ inline void copy_lanes(const uint8_t* from, int64_t from_stride, uint8_t* to, in
 
 // Tokens one task moves: enough bytes to be worth a thread's wake-up.
 inline int64_t tokens_per_task(const KvCache& cache) {
-  const int64_t tokens = 32768 / (2 * cache.num_kv_heads * cache.key_bytes);
+  const int64_t tokens = 32768 / (cache.num_kv_heads * (cache.key_bytes + cache.value_bytes));
   return tokens < 1 ? 1 : tokens;
 }
 
@@ -78,6 +78,17 @@ inline void write_kv(const KvCache& cache, const uint8_t* key, int64_t key_strid
       std::memcpy(cache.value(slots[t], head), value + t * value_stride + offset,
                   static_cast<size_t>(cache.value_bytes));
     }
+  });
+}
+
+// Latents, each followed by its rotary part, as the values of a cache without keys.
+inline void write_latents(const KvCache& cache, const uint8_t* latents, int64_t latent_stride, int64_t latent_bytes,
+                          const uint8_t* rotary, int64_t rotary_stride, const int64_t* slots, int64_t num_tokens) {
+  check_range("write_latents: slot", slots, num_tokens, cache.num_slots());
+  for_each_token(cache, num_tokens, [&](int64_t t) {
+    uint8_t* to = cache.value(slots[t], 0);
+    std::memcpy(to, latents + t * latent_stride, static_cast<size_t>(latent_bytes));
+    std::memcpy(to + latent_bytes, rotary + t * rotary_stride, static_cast<size_t>(cache.value_bytes - latent_bytes));
   });
 }
 
@@ -173,8 +184,10 @@ inline void copy_slots(const KvCache& cache, const int64_t* src_slots, const int
   check_range("copy_slots: destination slot", dst_slots, num_tokens, cache.num_slots());
   for_each_token(cache, num_tokens, [&](int64_t t) {
     for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
-      copy_lanes(cache.key(src_slots[t], head), cache.lane_stride(), cache.key(dst_slots[t], head), cache.lane_stride(),
-                 cache.lanes());
+      if (cache.key_bytes > 0) {
+        copy_lanes(cache.key(src_slots[t], head), cache.lane_stride(), cache.key(dst_slots[t], head),
+                   cache.lane_stride(), cache.lanes());
+      }
       std::memcpy(cache.value(dst_slots[t], head), cache.value(src_slots[t], head),
                   static_cast<size_t>(cache.value_bytes));
     }

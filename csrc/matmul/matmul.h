@@ -247,8 +247,41 @@ static void matmul(const MatmulArgs& args) {
   });
 }
 
+// As one product after the other, in one region.
+template <typename T>
+static void multiply_heads(const HeadProductArgs& args) {
+  const int64_t panels = ceil_div(args.n, kPanelColumns), width = args.n + args.tail;
+  const int64_t weight_bytes = panels * ceil_div(args.k, kPerUnit<T>) * kUnitRowBytes;
+  const int64_t row_tasks = ceil_div(args.rows, kTaskRows), panel_tasks = ceil_div(panels, kTaskPanels);
+  const int64_t num_tasks = args.num_heads * row_tasks * panel_tasks;
+  const DType dtype = sizeof(T) == sizeof(float) ? kFloat32 : kBFloat16;
+  auto task = [&](int64_t index, int thread) {
+    const int64_t head = index / (row_tasks * panel_tasks), panel_task = index / row_tasks % panel_tasks;
+    const int64_t panel = panel_task * panels / panel_tasks, row = index % row_tasks * kTaskRows;
+    const ProductTask part = {row, smaller(kTaskRows, args.rows - row), panel,
+                              (panel_task + 1) * panels / panel_tasks - panel};
+    const T* x = static_cast<const T*>(args.x) + head * args.x_head_stride;
+    T* out = static_cast<T*>(args.out) + head * width;
+    const ProductOut to = {args.n, args.num_heads * width, nullptr, out, dtype};
+    run_task<T>({x, args.x_stride, args.rows, {args.weights + head * weight_bytes, args.n, args.k}, to}, part,
+                static_cast<char*>(thread_scratch(thread, kScratchBytes)));
+    for (int64_t r = row; panel == 0 && args.tail > 0 && r < row + part.rows; ++r) {
+      std::memcpy(out + r * to.stride + args.n, x + r * args.x_stride + args.k, size_t(args.tail) * sizeof(T));
+    }
+  };
+  auto all_tasks = [&](int64_t, int thread) {
+    for (int64_t index = 0; index < num_tasks; ++index) task(index, thread);
+  };
+  if (args.rows * args.num_heads * args.n * args.k <= kInlineProducts) {
+    parallel_for(1, all_tasks);
+  } else {
+    parallel_for(num_tasks, task);
+  }
+}
+
 static constexpr MatmulTable kMatmul = {
     .matmul = {matmul<float>, matmul<bf16>},
+    .of_heads = {multiply_heads<float>, multiply_heads<bf16>},
 };
 
 }  // namespace quire::QUIRE_ISA

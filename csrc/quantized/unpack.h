@@ -12,18 +12,25 @@ namespace quire::QUIRE_ISA {
 constexpr int64_t kPieceK = 1024, kUnpackedK = 256;
 constexpr int64_t kPieceGroups = kPieceK / 16;
 
-// IEEE's binary16, as W lanes of 16 bits in 32.
-QUIRE_INLINE f32 half_to_float(i32 half) {
+// W of IEEE's binary16 from p on.
+#if defined(QUIRE_SIMD_AVX512)
+QUIRE_INLINE f32 load_halves(const char* p) {
+  return (f32)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+#else
+QUIRE_INLINE f32 load_halves(const char* p) {
+  const i32 half = load_integers<u16_lanes>(p);
   // Moved to float32's place, exponents are off by 112; denormals come right by the multiplication, too.
   const f32 magnitude = as_float((half & 0x7fff) << 13) * set1(0x1p112f);
   const i32 special = (i32)((half & 0x7c00) == 0x7c00) & 0x7f800000;
   return as_float(as_int(magnitude) | special | (half & 0x8000) << 16);
 }
+#endif
 
 template <Number kNumber>
 QUIRE_INLINE f32 load_numbers(const char* p) {
   if constexpr (kNumber == Number::kHalf) {
-    return half_to_float(load_integers<u16_lanes>(p));
+    return load_halves(p);
   } else if constexpr (kNumber == Number::kBFloat) {
     return load(reinterpret_cast<const bf16*>(p));
   } else if constexpr (kNumber == Number::kFloat) {

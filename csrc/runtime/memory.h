@@ -9,6 +9,15 @@ namespace quire {
 // std::bad_alloc where a test wants it to.
 void ask_for_memory();
 
+// Memory of a mapped file.
+struct FileRange {
+  const char* data;
+  int64_t bytes;
+};
+
+// Asks the system to read the range where it is not in memory, and does not wait for it.
+void read_ahead(const FileRange& range);
+
 // 64-byte aligned, to be freed by std::free. Throws std::bad_alloc.
 void* aligned_memory(int64_t bytes);
 

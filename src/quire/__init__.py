@@ -32,12 +32,20 @@ if TYPE_CHECKING:
     from quire.common.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
+        ClassificationOutput,
+        ClassificationRequestOutput,
         CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
         EngineStats,
+        PoolingOutput,
+        PoolingRequestOutput,
         RequestMetrics,
         RequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
     )
-    from quire.common.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+    from quire.common.params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
     from quire.config.args import EngineArgs
     from quire.engine.arg_utils import AsyncEngineArgs
     from quire.engine.llm_engine import LLMEngine
@@ -55,8 +63,12 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "CheckpointError",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineBrokenError",
     "EngineDeadError",
@@ -68,6 +80,9 @@ __all__ = [
     "LoRARequest",
     "OutOfMemoryError",
     "PinnedPrefix",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "PromptTooLongError",
     "PromptType",
     "QuireError",
@@ -76,6 +91,8 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokenizerError",
@@ -91,17 +108,27 @@ _HOMES = {
     "LoRARequest": "quire.common.lora",
     "AsyncEngineArgs": "quire.engine.arg_utils",
     "EngineArgs": "quire.config.args",
-    **dict.fromkeys(("BeamSearchParams", "SamplingParams", "StructuredOutputsParams"), "quire.common.params"),
+    **dict.fromkeys(
+        ("BeamSearchParams", "PoolingParams", "SamplingParams", "StructuredOutputsParams"), "quire.common.params"
+    ),
     **dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), "quire.engine.requests.input_processor"),
     "PinnedPrefix": "quire.kv.prefix_cache.pins",
     **dict.fromkeys(
         (
             "BeamSearchOutput",
             "BeamSearchSequence",
+            "ClassificationOutput",
+            "ClassificationRequestOutput",
             "CompletionOutput",
+            "EmbeddingOutput",
+            "EmbeddingRequestOutput",
             "EngineStats",
+            "PoolingOutput",
+            "PoolingRequestOutput",
             "RequestMetrics",
             "RequestOutput",
+            "ScoringOutput",
+            "ScoringRequestOutput",
         ),
         "quire.common.outputs",
     ),

@@ -11,7 +11,7 @@ import msgspec
 
 from quire import AsyncLLM, EngineArgs, LLMEngine
 from quire.engine.process.engine_process import EngineProcess
-from quire.engine.process.messages import AddRequest, AddScoring, Ready, ToClient, ToEngine, read_frame, to_frame
+from quire.engine.process.messages import AddAny, Ready, ToClient, ToEngine, read_frame, to_frame
 from quire.interfaces.async_llm.supervisor import Supervisor
 
 
@@ -26,7 +26,7 @@ class LocalClient:
     pid = 1
 
     def __init__(self, engine: LLMEngine, num_frames: int | None) -> None:
-        self.ready = Ready(engine.model_config.max_model_len, engine.stats())
+        self.ready = Ready(engine.model_config.max_model_len, engine.stats(), pooler=engine.pooler)
         self._engine = engine
         self._num_left = None if num_frames is None else num_frames + 1  # the first says that it is ready
         self._inbox: SimpleQueue[Any] = SimpleQueue()
@@ -60,7 +60,7 @@ class LocalClient:
                 reader(message)
 
     def send(self, message: ToEngine) -> None:
-        if isinstance(message, AddRequest | AddScoring):
+        if isinstance(message, AddAny):
             self._request_ids.append(message.request_id)
         self._inbox.put(_received(to_frame(message), ToEngine))
 

@@ -85,7 +85,7 @@ def test_each_request_has_its_own_adapter(door: Door, folders: list[Path], expec
     assert door.run(door.llm.list_loras()) == {1, 2, 3, 4}
     assert [door.run(door.llm.pin_lora(number)) for number in (1, 5)] == [True, False]
     scored = [
-        door.run(door.llm.score(PROMPT, None, request_id=door.new_id(), lora_request=of)).prompt_logprobs
+        door.run(door.llm.score_tokens(PROMPT, None, request_id=door.new_id(), lora_request=of)).prompt_logprobs
         for of in (None, LoRARequest("a0", 1, str(folders[0])))
     ]
     assert scored[0] != scored[1]

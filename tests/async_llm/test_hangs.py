@@ -73,6 +73,7 @@ def speaking(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(engine_client, "_start_process", start)
 
     monkeypatch.setattr(engine_client, "_TICK_S", 0.05)
+    monkeypatch.setattr(engine_client, "LOADING_PATIENCE", 60)  # a loaded machine takes long to start five processes
     return speak
 
 
@@ -126,7 +127,7 @@ def test_a_client_that_was_itself_stopped_does_not_kill_the_engine(speaking: Cal
         await reading
         return await client.end()
 
-    assert asyncio.run(asyncio.wait_for(run(), 30)) == "its process ended with status 7"
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == "its process ended with status 7"
 
 
 # What an engine process says of itself

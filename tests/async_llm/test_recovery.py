@@ -15,6 +15,7 @@ import pytest
 import quire
 from quire import AsyncLLM, BeamSearchParams, EngineArgs, EngineDeadError, SamplingParams, StructuredOutputsParams
 from quire.common.faults import Fault, environment
+from quire.interfaces.async_llm import engine_client
 
 from .door import Door
 from .wanted import told, whole
@@ -124,6 +125,7 @@ def test_a_request_that_kills_engines_ends_and_they_do_not(monkeypatch: pytest.M
 def test_an_engine_that_hangs_over_a_request_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment(Fault("engine.take", "delay", seconds=600, subject="endless")).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(engine_client, "LOADING_PATIENCE", 20)  # a loaded machine takes long to start an engine
     door = door_of(3.0)
 
     async def hang() -> None:

@@ -76,9 +76,9 @@ def test_what_is_emitted_is_what_it_would_have_been(
 
 
 def test_scores_are_made_again(mortal: Mortal) -> None:
-    alone = mortal.run(mortal.llm.score("def f(x):", " return x + 1", request_id="before"))
+    alone = mortal.run(mortal.llm.score_tokens("def f(x):", " return x + 1", request_id="before"))
     mortal.die_after(0)
-    again = mortal.run(mortal.llm.score("def f(x):", " return x + 1", request_id="after"))
+    again = mortal.run(mortal.llm.score_tokens("def f(x):", " return x + 1", request_id="after"))
     assert again.prompt_logprobs == alone.prompt_logprobs
 
 

@@ -64,11 +64,11 @@ def test_a_grammar_that_ends_with_the_last_token_allowed_is_a_stop(both: tuple[L
 def test_scores_are_those_of_score_tokens(both: tuple[LLM, Door]) -> None:
     llm, door = both
     (expected,) = llm.score_tokens("def f(x):", " return x + 1", use_tqdm=False)
-    output = door.run(door.llm.score("def f(x):", " return x + 1", request_id="score"))
+    output = door.run(door.llm.score_tokens("def f(x):", " return x + 1", request_id="score"))
     known = [(i, row) for i, row in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True) if row]
     assert [token_id for token_id, _ in known] == expected.token_ids
     assert [row[token_id].logprob for token_id, row in known] == expected.logprobs
-    alone = door.run(door.llm.score("def f(x):", None, request_id="score"))
+    alone = door.run(door.llm.score_tokens("def f(x):", None, request_id="score"))
     assert [row is None for row in alone.prompt_logprobs] == [True] + [False] * (len(alone.prompt_token_ids) - 1)
 
 
@@ -77,8 +77,8 @@ def test_prompts_of_chats_and_texts_become_the_same_tokens(both: tuple[LLM, Door
     messages = [{"role": "user", "content": "Hi"}]
     assert door.llm.chat_prompt(messages) == llm.chat_prompt(messages)
     for text in ("short", "a long text, which goes to a thread. " * 150):
-        assert door.run(door.llm.encode(text)) == llm.engine.tokenizer.encode(text)
+        assert door.run(door.llm.tokenize(text)) == llm.engine.tokenizer.encode(text)
     with pytest.raises(PromptTooLongError, match="characters"):
-        door.run(door.llm.encode("a" * 10_000))
+        door.run(door.llm.tokenize("a" * 10_000))
     assert door.llm.default_sampling_params() == llm.default_sampling_params()
     assert door.llm.model_config == llm.engine.model_config

@@ -128,7 +128,7 @@ def play(scene: Callable[[Stage, Listener], Any]) -> None:
         await stage.supervisor.close()
         assert all(client.has_ended for client in stage.clients)
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_delays_double_until_an_engine_has_lived_for_a_while() -> None:

@@ -41,11 +41,12 @@ def rows(capsys: pytest.CaptureFixture[str]) -> Rows:
 def test_kernels_reach_a_share_of_the_limit(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_SHAPES", ((64, 128), (96, 64)))
     monkeypatch.setattr(kernels, "_EXPERT_SHAPE", (512, 256))
+    monkeypatch.setattr(kernels, "_HEAD_SHAPE", (4, 64, 32))
     monkeypatch.setattr(kernels, "_VOCAB", 1000)
     monkeypatch.setattr(kernels, "COLD_BYTES", 2**21)
     found = rows("kernels", "--rows", "2", "--seconds", "0", "--dtype", "float32")
     assert {row["kernel"].split()[0] for row in found} == {
-        "matmul", "add_lora", "expert_matmul", "combine_experts", "rms_norm", "add_rms_norm",
+        "matmul", "add_lora", "expert_matmul", "multiply_heads", "combine_experts", "rms_norm", "add_rms_norm",
         "layer_norm", "add_layer_norm", "gelu", "gated",
         "rotary_embedding", "interleaved", "scale", "softcap", "sample", "top_logprobs", "copy_blocks",
     }  # fmt: skip
@@ -66,7 +67,9 @@ def test_attention_decodes_every_context_and_prefills_the_short_ones(
     monkeypatch.setattr(attention, "COLD_BYTES", 2**21)
     found = rows("attention", "--context", "40", "4096", "--num-seqs", "1", "3", "--seconds", "0")
     cases = {(row["attention"], row["context"], row["num_seqs"]) for row in found}
-    decodes = {("decode", context, num_seqs) for context in (40, 4096) for num_seqs in (1, 3)}
+    decodes = {
+        (kind, context, num_seqs) for kind in ("decode", "latent") for context in (40, 4096) for num_seqs in (1, 3)
+    }
     variants = {(variant, context, 1) for variant in ("softcap", "sinks", "slopes") for context in (40, 4096)}
     assert cases == decodes | variants | {("shared", 40, 3), ("shared", 4096, 3), ("prefill", 40, 1)}
     assert {row["cache"] for row in found} == {"bfloat16", "int8"}

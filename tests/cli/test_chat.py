@@ -10,7 +10,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.cli import main
 from quire.cli.arguments import options
-from quire.cli.chat import ChatSession
+from quire.cli.terminal.chat import ChatSession
 
 from ..scripted_engine import RecitingExecutor, recital, scripted_llm
 

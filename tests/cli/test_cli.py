@@ -133,7 +133,7 @@ def test_a_closed_pipe_ends_a_command_quietly() -> None:
         [sys.executable, "-m", "quire", "plan"],
         stdout=write_end,
         stderr=subprocess.PIPE,
-        timeout=60,
+        timeout=300,
         env={**os.environ, "QUIRE_ISA": "reference"},
     )
     os.close(write_end)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from quire.cli import main
-from quire.cli.top import Picture
+from quire.cli.terminal.top import Picture
 from quire.engine.view.cache_frame import (
     CACHED,
     OWNED,

@@ -24,7 +24,7 @@ NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItem
 NO_ARGUMENTS = {"parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
 COMMON = "All requests begin so, and so they share the blocks of the cache that hold this beginning. " * 4
 
-expect.set_options(timeout=30_000)
+expect.set_options(timeout=60_000)
 
 
 @contextmanager

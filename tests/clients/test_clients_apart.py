@@ -48,8 +48,8 @@ def test_litellm(served: Served) -> None:
         assert whole == streamed == ANSWER
     assert 1 <= found["completion"] <= 4
     status, message = found["embedding"]
-    assert status == 404
-    assert "unknown path '/v1/embeddings'" in message
+    assert status == 400
+    assert "generates text: it has no embeddings" in message
 
 
 def test_llama_index(served: Served) -> None:

@@ -35,7 +35,7 @@ OWNED_AND_SHARED = """canvas => {
   return [counts.owners / all, counts.shared / all];
 }"""
 """The shares of the canvas that have an owner's colour, and that are shared."""
-DRAWN_S = 20
+DRAWN_S = 60
 """A million blocks come in pieces, and a worker arranges them."""
 SMALL_TARGETS = """controls => [...document.querySelectorAll(controls)]
   .filter(e => e.checkVisibility() && !['radio', 'checkbox'].includes(e.type))

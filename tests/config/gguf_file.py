@@ -103,3 +103,10 @@ def model_bytes(keys: dict[str, Any] | None = None, *tensors: Stored, **options:
     """A model without layers' weights: the header of a Llama with these keys changed (None: left out)."""
     merged = {key: value for key, value in (LLAMA | (keys or {})).items() if value is not None}
     return gguf_bytes(merged, [TABLE, *tensors], **options)
+
+
+def header_of(architecture: str, **keys: Any) -> dict[str, Any]:
+    """The header of LLAMA for another architecture, with these of its keys changed or added (`__` for a dot)."""
+    renamed = {key.replace("llama.", f"{architecture}."): value for key, value in LLAMA.items()}
+    changes = {f"{architecture}.{key.replace('__', '.')}": value for key, value in keys.items()}
+    return renamed | {"general.architecture": architecture} | changes

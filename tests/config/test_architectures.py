@@ -3,10 +3,11 @@
 import pytest
 
 from quire.common.errors import CheckpointError, UnsupportedModelError
-from quire.config.checkpoint.architectures import MODELS, supported_architecture, unsupported
+from quire.config.checkpoint.architectures import MODELS, POOLING_MODELS, supported_architecture, unsupported
 from quire.config.hf_config import HFConfig
 
-SUPPORTED = f"is not supported (supported: {', '.join(sorted(MODELS))}; a checkpoint's own Python code is never run)"
+KNOWN = ", ".join(sorted(MODELS | POOLING_MODELS))
+SUPPORTED = f"is not supported (supported: {KNOWN}; a checkpoint's own Python code is never run)"
 
 
 @pytest.mark.parametrize("name", MODELS)

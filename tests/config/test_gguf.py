@@ -10,8 +10,9 @@ import pytest
 
 from quire.common.errors import CheckpointError, QuireError, UnsupportedModelError
 from quire.config.checkpoint.formats import open_checkpoint, weight_files
-from quire.config.checkpoint.gguf.files import models_in, only_model, open_gguf, read_gguf
+from quire.config.checkpoint.gguf.files import models_in, only_model, read_gguf
 from quire.config.checkpoint.gguf.header import Array, read_header
+from quire.config.checkpoint.gguf.weights import open_gguf
 from quire.config.model import ModelConfig
 from tests.config.gguf_file import (
     ARRAY,

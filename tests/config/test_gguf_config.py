@@ -8,8 +8,9 @@ import pytest
 
 from quire.common.errors import CheckpointError, UnsupportedModelError
 from quire.config.checkpoint.formats import open_checkpoint
+from quire.config.checkpoint.gguf.rope import share_of
 from quire.config.model import ModelConfig, rope_config
-from tests.config.gguf_file import LLAMA, TABLE, Stored, Typed, model_bytes, write_gguf
+from tests.config.gguf_file import LLAMA, TABLE, Stored, Typed, gguf_bytes, header_of, model_bytes, write_gguf
 
 Q8_0 = 8
 MIXTURE = {"llama.expert_count": 8, "llama.expert_used_count": 2}
@@ -140,8 +141,8 @@ def test_rope_tables_that_do_not_fit_are_refused(
     ("keys", "match"),
     [
         (
-            {"general.architecture": "gemma3"},
-            r"architecture 'gemma3' are not supported \(supported: llama, olmoe, qwen2, qwen3, qwen3moe\)",
+            {"general.architecture": "bert"},
+            r"architecture 'bert' are not supported \(supported: apertus, .*, starcoder2\)",
         ),
         (MIXTURE | {"llama.expert_gating_func": 2}, "llama.expert_gating_func is 2: not supported"),
         (MIXTURE | {"llama.expert_shared_count": 1}, "llama.expert_shared_count is 1: not supported"),
@@ -207,3 +208,93 @@ def test_overrides_replace_what_the_header_says(path: Path) -> None:
         path, hf_overrides={"max_position_embeddings": 32}, override_generation_config={"eos_token_id": 7}
     )
     assert (config.max_position_embeddings, config.eos_token_ids) == (32, {7})
+
+
+# What other architectures have
+
+
+def values_of(path: Path, architecture: str, *tensors: Stored, **keys: Any) -> dict[str, Any]:
+    """The config of a file of this architecture, with these of its keys (`__` for a dot)."""
+    path.write_bytes(gguf_bytes(header_of(architecture, **keys), [TABLE, *tensors]))
+    return dict(ModelConfig.resolve(path).hf_config)
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "expected"),
+    [
+        ("cohere2", {"attention__sliding_window": 8, "block_count": 4}, [SLIDING] * 3 + [FULL]),
+        ("cohere2", {"attention__sliding_window": 8, "attention__sliding_window_pattern": 1}, [FULL, FULL]),
+        ("olmo2", {"attention__sliding_window": 8, "attention__sliding_window_pattern": [False, True]},
+         [FULL, SLIDING]),
+        ("olmo2", {"attention__sliding_window": 8, "attention__sliding_window_pattern": [True, True]},
+         [SLIDING, SLIDING]),
+        ("exaone4", {}, [FULL, FULL]),
+        ("gemma2", {}, [SLIDING, FULL]),
+    ],
+)  # fmt: skip
+def test_layers_with_a_window(path: Path, architecture: str, keys: dict[str, Any], expected: list[str]) -> None:
+    assert values_of(path, architecture, **keys)["layer_types"] == expected
+
+
+def test_a_window_may_make_it_another_class(path: Path) -> None:
+    assert values_of(path, "olmo2")["architectures"] == ["Olmo2ForCausalLM"]
+    values = values_of(path, "olmo2", attention__sliding_window=8)
+    assert (values["architectures"], values["model_type"]) == (["Olmo3ForCausalLM"], "olmo3")
+
+
+def test_layers_with_a_window_may_be_rotated_otherwise(path: Path) -> None:
+    keys = {"attention__sliding_window": 8, "rope__freq_base": 1e6, "rope__scaling__type": "linear"}
+    rope = values_of(path, "gemma3", **keys, rope__scaling__factor=8.0)["rope_parameters"]
+    assert (rope[FULL]["rope_theta"], rope[FULL]["factor"]) == (1e6, 8.0)
+    assert rope[SLIDING] == {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 1.0}
+    rope = values_of(path, "gemma3", **keys, rope__scaling__factor=8.0, rope__freq_base_swa=5e4)["rope_parameters"]
+    assert rope[SLIDING]["rope_theta"] == 5e4
+
+
+def test_every_part_of_a_head_may_be_rotated() -> None:
+    parts = [(part, head_dim) for head_dim in range(2, 257, 2) for part in range(2, head_dim + 1, 2)]
+    assert [(part, head_dim) for part, head_dim in parts if int(head_dim * share_of(part, head_dim)) != part] == []
+
+
+@pytest.mark.parametrize(("num_layers", "expected"), [(2, 8), (46, 5)])
+def test_the_largest_gemma_has_another_scale(path: Path, num_layers: int, expected: int) -> None:
+    keys = {"block_count": num_layers, "attention__head_count": 3, "attention__key_length": 8}
+    keys |= {"attention__value_length": 8, "attention__head_count_kv": 3}
+    assert values_of(path, "gemma2", **keys)["query_pre_attn_scalar"] == expected
+
+
+def test_a_part_of_the_header_may_be_in_a_section(path: Path) -> None:
+    values = values_of(path, "mpt", attention__max_alibi_bias=6.0, attention__clamp_kqv=2.0)
+    assert values["attn_config"] == {"alibi_bias_max": 6.0, "clip_qkv": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "match"),
+    [
+        ("mistral3", {"attention__temperature_scale": 0.1}, "mistral3.attention.temperature_scale is 0.1"),
+        ("qwen2", {"attention__sliding_window": 8, "attention__sliding_window_pattern": 2}, "for this architecture"),
+        ("llama", {"rope__scaling__type": "yarn", "rope__scaling__yarn_log_multiplier": 0.1}, "yarn_log_multiplier"),
+        ("granitemoe", {"expert_count": 2, "expert_used_count": 1, "expert_shared_feed_forward_length": 8},
+         "expert_shared_feed_forward_length is 8: not supported"),
+        ("glm4moe", {"expert_count": 2, "expert_used_count": 1, "expert_gating_func": 1}, "expert_gating_func is 1"),
+        ("olmo2", {"logit_scale": 2.0}, "this scale is not supported"),
+        ("granite", {"rope__scaling__finetuned": False}, "finetuned is False: only True is supported"),
+        ("falcon", {"attention__max_alibi_bias": 8.0}, "max_alibi_bias is 8.0"),
+        ("command-r", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+    ],
+)  # fmt: skip
+def test_what_another_architecture_would_not_compute_is_refused(
+    path: Path, architecture: str, keys: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=match):
+        values_of(path, architecture, **keys)
+
+
+def test_a_constant_of_the_activation_with_another_value_is_refused(path: Path) -> None:
+    numbers = {"xielu.alpha_n": [0.5, 0.5], "xielu.alpha_p": [0.5, 0.5], "xielu.beta": [0.25, 0.25]}
+    path.write_bytes(gguf_bytes(header_of("apertus") | numbers, [TABLE]))
+    with pytest.raises(UnsupportedModelError, match=r"xielu.beta is 0.25, supported is 0.5"):
+        open_checkpoint(path)

@@ -149,3 +149,5 @@ def test_other_vocabularies_are_downloaded_where_there_is_no_tokenizer_json(
     assert {path.name for path in tmp_path.iterdir()} == expected
     Location("org/model").complete(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == expected | {"model.safetensors"}
+    (tmp_path / "modules.json").touch()
+    assert Location("org/model").complete(tmp_path) == tmp_path

@@ -79,6 +79,7 @@ def test_arguments_become_a_configuration() -> None:
         ({"lora_int_id": 0}, "lora_int_id=0: must be an integer from 1"),
         ({"lora_path": ""}, "lora_path='': must be the folder"),
         ({"lora_path": 3}, "lora_path=3"),
+        ({"lora_path": "a/" * 2049}, "lora_path has 4,098 characters; at most 4,096 are allowed"),
         ({"base_model_name": ""}, "base_model_name=''"),
         ({"tensorizer_config_dict": {"a": 1}}, "tensorizer_config_dict is not supported"),
         ({"load_inplace": 1}, "load_inplace=1"),

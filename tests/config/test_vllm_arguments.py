@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire import BeamSearchParams, ConfigError, EngineArgs, InvalidParamsError, SamplingParams, StructuredOutputsParams
+from quire import (
+    BeamSearchParams,
+    ConfigError,
+    EngineArgs,
+    InvalidParamsError,
+    PoolingParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from quire.common.arguments.vllm_arguments import vllm_arguments
 from quire.server.api.tools.formats import (
     REASONING_FORMATS,
@@ -28,6 +36,7 @@ KINDS = [
     ("sampling", "SamplingParams", SamplingParams.__struct_fields__),
     ("structured", "StructuredOutputsParams", StructuredOutputsParams.__struct_fields__),
     ("beam", "BeamSearchParams", BeamSearchParams.__struct_fields__),
+    ("pooling", "PoolingParams", PoolingParams.__struct_fields__),
 ]
 
 

@@ -17,7 +17,7 @@ import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "reverse-proxy.md"
 NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-WAIT_S = 20
+WAIT_S = 90
 
 
 class Streaming(BaseHTTPRequestHandler):

@@ -78,6 +78,8 @@ def visible(groups: SequenceOf[list[int]], windows: SequenceOf[int | None], num_
 class FakeExecutor:
     """Keeps each token's state in its slot, in every group: a wrong table or a lost copy changes the answer."""
 
+    pooler = None
+
     def __init__(self, config: KVCacheConfig) -> None:
         self.config = config
         self.windows = [getattr(group.spec, "sliding_window", None) for group in config.groups]

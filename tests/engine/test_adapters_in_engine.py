@@ -9,6 +9,7 @@ import huggingface_hub
 import pytest
 
 from quire import LLM, BeamSearchParams, InvalidParamsError, LoRARequest, RequestError, RequestOutput, SamplingParams
+from quire.common.batch import Batch, StepResult
 from quire.common.errors import CheckpointError
 from tests.models.adapters import make_tensors, tiny_sizes, write_adapter
 
@@ -107,19 +108,51 @@ def test_a_request_keeps_the_content_that_it_began_with(llm: LLM, folders: list[
     assert not llm.engine.scheduler.adapters.loaded
 
 
+RANKS = (4, 5, 8, 16, 24, 32, 48, 64)
+
+
 @pytest.mark.essential
-@pytest.mark.parametrize("swap_space", [0.0, 0.01])
-def test_a_small_cache_and_few_slots_change_no_bit(llm: LLM, folders: list[Path], swap_space: float) -> None:
-    """Eight adapters and the base in a batch: preemptions, prefix hits and swaps."""
+@pytest.mark.parametrize(("swap_space", "max_loras", "num_blocks"), [(0.0, 8, 22), (0.01, 8, 22), (0.0, 3, 12)])
+def test_a_small_cache_and_few_slots_change_no_bit(
+    llm: LLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    swap_space: float,
+    max_loras: int,
+    num_blocks: int,
+) -> None:
+    """Eight adapters of ranks 4 to 64 and the base in a batch: preemptions, prefix hits, swaps, turns in the slots.
+
+    The base's rows have the bits of an engine without adapters.
+    """
+    sizes = tiny_sizes(llm.engine.model_config)
+    folders = [
+        write_adapter(tmp_path / str(rank), make_tensors(sizes, rank, seed=rank), r=rank, lora_alpha=rank // 2)
+        for rank in RANKS
+    ]
     adapters = [None, *(request(folder, 1 + i) for i, folder in enumerate(folders))] * 2
     prompts = [PROMPT[: 20 + i] for i in range(len(adapters))]
     params = PARAMS if not swap_space else SamplingParams(temperature=1, seed=3, n=2, max_tokens=10, logprobs=1)
-    alone = [bits(run(llm, prompt, of, params)[0]) for prompt, of in zip(prompts, adapters, strict=True)]
+    plain, large = make_llm(enable_lora=False), make_llm(max_lora_rank=64, max_loras=8)
+    engines = [plain if of is None else large for of in adapters]
+    alone = [
+        bits(run(engine, prompt, of, params)[0]) for engine, prompt, of in zip(engines, prompts, adapters, strict=True)
+    ]
     mode = "swap" if swap_space else "recompute"
-    small = make_llm(max_loras=3, num_gpu_blocks_override=12, swap_space=swap_space, preemption_mode=mode,
-                     max_model_len=64)  # fmt: skip
+    small = make_llm(max_lora_rank=64, max_loras=max_loras, num_gpu_blocks_override=num_blocks, swap_space=swap_space,
+                     preemption_mode=mode, max_model_len=64)  # fmt: skip
+    mixes: set[int] = set()
+    execute = small.engine.executor.execute
+
+    def watched(batch: Batch) -> StepResult:
+        mixes.add(len({scheduled.adapter for scheduled in batch.sequences}))
+        return execute(batch)
+
+    monkeypatch.setattr(small.engine.executor, "execute", watched)
     together = run(small, prompts, adapters, params)
     assert [bits(output) for output in together] == alone
+    assert len({str(each) for each in alone}) == len(alone)
+    assert max(mixes) == max_loras + 1
     assert small.engine.stats().num_preemptions > 0
     assert bool(small.engine.stats().num_swapped_blocks) == bool(swap_space)
     assert small.engine.stats().num_prefix_hit_tokens > 0

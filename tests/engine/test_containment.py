@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from quire import LLM, LLMEngine, RequestError, SamplingParams
+from quire import LLM, LLMEngine, RequestError, RequestOutput, SamplingParams
 from quire.common.errors import RequestFailedError
 from quire.common.faults import Fault, inject
 from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
@@ -59,8 +59,8 @@ ENGINES: dict[str, tuple[Callable[[LLMEngine], None], dict[str, object]]] = {
 }
 
 
-@pytest.fixture(params=ENGINES)
-def scene(request: pytest.FixtureRequest) -> tuple[Callable[[LLMEngine], None], Callable[[], LLMEngine]]:
+@pytest.fixture(scope="module", params=ENGINES)
+def scene(request: pytest.FixtureRequest) -> Callable[[], LLMEngine]:
     fill, arguments = ENGINES[request.param]
 
     def make() -> LLMEngine:
@@ -71,11 +71,16 @@ def scene(request: pytest.FixtureRequest) -> tuple[Callable[[LLMEngine], None], 
     return make
 
 
+@pytest.fixture(scope="module")
+def expected(scene: Callable[[], LLMEngine]) -> dict[str, RequestOutput]:
+    """What all get where nothing fails."""
+    return run(scene())
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("from_step", [0, 4])
 @pytest.mark.parametrize("bad", [("0",), ("3",), ("1", "2")])
-def test_a_request_that_makes_steps_fail_ends_and_the_others_do_not_notice(scene, bad, from_step):
-    expected = run(scene())
+def test_a_request_that_makes_steps_fail_ends_and_the_others_do_not_notice(scene, expected, bad, from_step):
     engine = scene()
     fail_with(engine, bad, from_step)
     outputs = run(engine)
@@ -92,9 +97,8 @@ def test_a_request_that_makes_steps_fail_ends_and_the_others_do_not_notice(scene
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("every", [2, 3, 5])
-def test_a_temporary_failure_ends_no_request(scene, every):
+def test_a_temporary_failure_ends_no_request(scene, expected, every):
     """Each second, third or fifth step fails: never the same one twice."""
-    expected = run(scene())
     engine = scene()
     engine.executor.fails = lambda batch: batch.step % every == 0
     outputs = run(engine)
@@ -134,8 +138,7 @@ def test_the_one_is_found_in_few_steps_while_the_others_wait():
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("point", ["blocks.allocate", "blocks.append", "blocks.swap_out", "blocks.swap_in"])
 @pytest.mark.parametrize("after", range(4))
-def test_a_request_that_cannot_be_planned_ends(scene, point, after):
-    expected = run(scene())
+def test_a_request_that_cannot_be_planned_ends(scene, expected, point, after):
     engine = scene()
     names = {seq_id: group.request_id for seq_id, (group, _) in engine.requests.owners.items()}
     with inject(Fault(point, after=after)) as injected:
@@ -178,8 +181,7 @@ def test_a_request_that_ends_in_planning_is_returned():
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("after", [0, 3, 7])
-def test_a_request_whose_tokens_cannot_be_taken_ends(scene, after):
-    expected = run(scene())
+def test_a_request_whose_tokens_cannot_be_taken_ends(scene, expected, after):
     engine = scene()
     with inject(Fault("commit.sequence", after=after)) as injected:
         outputs = run(engine)

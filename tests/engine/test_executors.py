@@ -13,11 +13,13 @@ from quire.runner import executor as executors
 from quire.runner.memory_plan import plan_memory
 from quire.text.tokenizer.tokenizer import Tokenizer
 
-SCORED = {"logprobs": 2, "prompt_logprobs": 1, "presence_penalty": 1}
+REQUESTS = ({"temperature": 0}, {"n": 2}, {"logprobs": 2, "prompt_logprobs": 1, "presence_penalty": 1})
 
 
 class OverAWire:
     """A worker in a thread of its own, which shares no object with the engine."""
+
+    pooler = None
 
     def __init__(self, worker: executors.Executor) -> None:
         self.batches, self.results = queue.Queue[bytes](), queue.Queue[bytes]()
@@ -40,12 +42,9 @@ def run(name: str) -> dict[str, list]:
         executors.make_executor(config, plan.kv_cache),
         Tokenizer.from_path(config.model.tokenizer_path),
     )
-    for i, params in enumerate(
-        [{"temperature": 0}, {"n": 2}, {"logprobs": 2, "prompt_logprobs": 1, "presence_penalty": 1}]
-    ):
-        engine.add_request(
-            str(i), "What does json.dumps do? " * (i + 1), SamplingParams(**{"max_tokens": 20, "seed": i} | params)
-        )
+    for i, given in enumerate(REQUESTS):
+        params = SamplingParams(**{"max_tokens": 20, "seed": i} | given)
+        engine.add_request(str(i), "What does json.dumps do? " * (i + 1), params)
     outputs = {}
     while engine.has_unfinished_requests():
         outputs |= {output.request_id: output for output in engine.step()}

@@ -13,7 +13,7 @@ from quire.common.errors import (
     ConfigError,
     InvalidParamsError,
 )
-from quire.engine.requests.input_processor import recommended_params
+from quire.engine.requests.recommended import recommended_params
 from tests.engine.reciting import PROMPT, generate
 from tests.scripted_engine import RecitingExecutor, recital, scripted_llm
 

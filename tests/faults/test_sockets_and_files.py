@@ -68,7 +68,7 @@ def test_a_text_that_cannot_be_encoded_is_one_requests_failure(door: Door) -> No
     with inject(Fault("tokenizer.encode")), pytest.raises(RequestFailedError, match="when it was added"):
         door.run(door.outputs("bad", LONG))
     with inject(Fault("tokenizer.encode")), pytest.raises(RequestFailedError, match="when it was added"):
-        door.run(door.llm.score("a", "b", request_id="score"))
+        door.run(door.llm.score_tokens("a", "b", request_id="score"))
     assert door.run(door.outputs("good", LONG))[-1].finished
 
 

@@ -16,6 +16,8 @@ STEPS_LIMIT = 5_000
 class MaskedExecutor:
     """Draws by temperature and top_k among the tokens that mask, allowed_token_ids and min_tokens leave; -1 if none."""
 
+    pooler = None
+
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.num_steps = 0

@@ -20,11 +20,11 @@ def held_threads(gate: threading.Event) -> FairThreads[str]:
 
     def job() -> str:
         begun.set()
-        gate.wait(30)
+        gate.wait(60)
         return "first"
 
     threads.submit("flood", job)
-    assert begun.wait(30)
+    assert begun.wait(60)
     return threads
 
 

@@ -26,7 +26,7 @@ def compiler() -> GrammarCompiler:
 
 def start(compiler: GrammarCompiler, **structure: object) -> GrammarState:
     compilation: Compilation = compiler.submit(StructuredOutputsParams(**structure))
-    compilation.future.exception(timeout=30)
+    compilation.future.exception(timeout=60)
     assert compilation.error is None, compilation.error
     return compilation.state
 
@@ -251,5 +251,5 @@ def test_a_tokenizer_that_the_library_cannot_take() -> None:
     compiler = GrammarCompiler(Odd(), 10, ())
     compiler.prepare()  # complains of nothing: no grammar is asked for yet
     compilation = compiler.submit(StructuredOutputsParams(regex="a"))
-    assert isinstance(compilation.future.exception(timeout=30), InvalidParamsError)
+    assert isinstance(compilation.future.exception(timeout=60), InvalidParamsError)
     assert "tokenizer" in compilation.error

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire.common.errors import CheckpointError
 from quire.config.model import ModelConfig
@@ -36,6 +37,20 @@ def settings(**values: Any) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
         given = json.loads((folder / SETTINGS).read_text()) | values
         rewrite(folder / SETTINGS, json.dumps(given).encode())
+
+    return make
+
+
+def tensors(name: str = A, rank: int = 2, n: int = 0, k: int = 0) -> Callable[[Path], None]:
+    """The only module then has factors of this name, rank and size."""
+
+    def make(folder: Path) -> None:
+        stored = load_file(folder / WEIGHTS)
+        n_own, k_own = stored[A.replace("_A", "_B")].shape[0], stored[A].shape[1]
+        a, b = torch.ones(rank, k or k_own), torch.ones(n or n_own, rank)
+        (folder / WEIGHTS).unlink()
+        save_file({name: a, name.replace("_A", "_B"): b}, folder / WEIGHTS)
+        settings(r=rank)(folder)
 
     return make
 
@@ -85,8 +100,12 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a setting with line breaks": (settings(**{"a\nb": "c\nd"}), r"'a\\nb' is 'c\\nd'"),
     "code of its own": (settings(auto_mapping={"base_model_class": "os"}, target_parameters=["x"]), "target_p"),
     "a rank beyond memory": (settings(r=2**31 - 1), "adapter_config.json says rank 2147483647"),
+    "another model's outputs": (tensors(n=64), r"lora_B \[64, 2\], but this model needs"),
+    "another model's inputs": (tensors(k=4096), r"lora_A \[2, 4096\] .*another model's"),
+    "another model's layers": (tensors(name=A.replace("layers.0", "layers.99")), "adapts 'model.layers.99.self_attn"),
+    "a rank above the largest": (tensors(rank=17), "rank 17 of .* is more than max_lora_rank=16"),
     "no number for alpha": (settings(lora_alpha=float("nan")), "'lora_alpha' is nan"),
-    "an exponential pattern": (settings(rank_pattern={"(a|aa)+" * 20 + "!": 1}), "so that matching is fast"),
+    "an exponential pattern": (settings(rank_pattern={"(a|aa)+" * 20 + "!": 1}), "NaN"),
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import struct
 import subprocess
 import sys
 import time
@@ -17,7 +18,8 @@ from quire import LLM
 from quire.common.errors import CheckpointError, OutOfMemoryError
 from quire.config.checkpoint.safetensors import DTYPES, read_header
 from tests.config import gguf_file
-from tests.config.gguf_file import Stored, Typed, gguf_bytes, model_bytes
+from tests.config.gguf_file import TABLE, Stored, Typed, gguf_bytes, header_of, model_bytes
+from tests.hostile.packed import PACKED
 from tests.hostile.target import PATIENCE, RESULTS
 from tests.hostile.test_templates import TINY
 
@@ -108,6 +110,13 @@ def huge_gguf(folder: Path) -> None:
         file.truncate(2**20)
 
 
+def other(architecture: str, *tensors: Stored, **keys: Any) -> Callable[[Path], None]:
+    """The folder then holds a GGUF file of this architecture alone, with a token table and these tensors."""
+    tokenizer = {"model": "gpt2", "tokens": [*"abcdefgh"], "merges": []}
+    header = header_of(architecture, **keys) | {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
+    return gguf(gguf_bytes(header, [TABLE, *tensors]))
+
+
 def gptq(**values: Any) -> Callable[[Path], None]:
     section = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True} | values
     return lambda folder: config(folder, quantization_config=section)
@@ -155,16 +164,61 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "GGUF: overlapping tensors": (gguf(model_bytes({}, Stored("x", (4,), 0, bytes(16), 0))), "overlaps|offset|after"),
     "GGUF: a shape beyond every number": (gguf(model_bytes({}, Stored("x", (2**62, 2**62)))), "shape|dimensions|large"),
     "GGUF: another architecture": (gguf(model_bytes({"general.architecture": "bert"})), "bert"),
-    "GPTQ: a pattern that takes for ever": (gptq(dynamic={"(.+)+!": {}}), "none of a group"),
+    "GGUF: a version of the future": (gguf(gguf_bytes(version=2**31)), "version 2147483648"),
+    "GGUF: a key twice": (gguf(gguf_bytes([("a", 1), ("a", 1)])), "twice"),
+    "GGUF: an array of a trillion numbers": (
+        gguf(gguf_bytes({"a": 1})[:-8] + struct.pack("<IIQ", gguf_file.ARRAY, 4, 10**12)), "1000000000000 items"
+    ),
+    "GGUF: an offset beyond every number": (gguf(model_bytes({}, Stored("x", (4,), 0, b"", 2**63))), "beyond the end"),
+    "GGUF: blocks that are cut": (gguf(model_bytes({}, Stored("x", (33, 1), 8, bytes(68)))), "multiples of 32"),
+    "GGUF: rope factors of the wrong length": (
+        gguf(model_bytes({}, Stored("rope_freqs.weight", (3,), 0, bytes(12)))), r"must be float32 \[4\]"
+    ),
+    "GGUF: rope factors of zero": (
+        gguf(model_bytes({}, Stored("rope_freqs.weight", (4,), 0, bytes(16)))), "_factor' is 0.0"
+    ),
+    "GGUF: an embedding without a width": (
+        gguf(gguf_bytes(header_of("llama"), [Stored("token_embd.weight")])), "two dimensions"
+    ),
+    "GGUF: four billion layers": (gguf(model_bytes({"llama.block_count": 2**31 - 1})), "more than 4096"),
+    "GGUF: no heads": (gguf(model_bytes({"llama.attention.head_count": 0})), "head_count' is 0"),
+    "GGUF: a billion heads": (gguf(model_bytes({"llama.attention.head_count": 10**9})), "more than the width 16"),
+    "GGUF: more layers ahead than there are": (
+        other("glm4moe", nextn_predict_layers=5, expert_count=2, expert_used_count=1), "num_hidden_layers' is -3"
+    ),
+    "GGUF: a billion experts": (
+        other("gpt-oss", expert_count=10**9, expert_used_count=1), "experts|Routing|num_experts"
+    ),
+    "GGUF: queries of other heads": (
+        other("gptneox", Stored("blk.0.attn_qkv.weight", (16, 7), 0, bytes(448))),
+        "the 7 rows of 'blk.0.attn_qkv.weight'",
+    ),
+    "GGUF: experts of another shape": (
+        other("olmoe", Stored("blk.0.ffn_up_exps.weight", (16, 4), 0, bytes(256)), expert_count=2,
+              expert_used_count=1), "missing"
+    ),
+    "GGUF: a norm in blocks": (
+        other("gemma", Stored("output_norm.weight", (32,), 8, bytes(34))), "'output_norm.weight' is uint8"
+    ),
+    "GGUF: windows of too few layers": (
+        other("cohere2", attention__sliding_window=8, attention__sliding_window_pattern=[True, False, True]),
+        "3 values for 2 layers",
+    ),
+    "GGUF: activations without numbers": (
+        gguf(gguf_bytes(header_of("apertus") | {"xielu.alpha_n": ["a", "b"]}, [TABLE])),
+        "'xielu.alpha_n' must be an array",
+    ),
+    "GPTQ: a pattern that takes for ever": (gptq(dynamic={r"(.+)+\1!": {}}), "back references"),
     "GPTQ: no such bits": (gptq(bits=2**40), "bits"),
-    "compressed-tensors: a pattern that takes for ever": (compressed(ignore=["re:(.+)+!"]), "none of a group"),
-    "compressed-tensors: a giant pattern": (compressed(targets=["re:" + "a" * 10**6]), "300 characters"),
-    "compressed-tensors: 100,000 patterns": (compressed(ignore=["re:.*a.*b"] * 10**5), "takes up to 256"),
+    "compressed-tensors: a pattern that takes for ever": (compressed(ignore=["re:(.+)+(?<!x)"]), "look-behind"),
+    "compressed-tensors: a giant pattern": (compressed(targets=["re:" + "a" * 10**6]), "2,000 characters"),
+    "compressed-tensors: 100,000 patterns": (compressed(ignore=["re:.*a.*b"] * 10**5), "4,096 patterns"),
     "compressed-tensors: 100,000 groups": (compressed(config_groups={str(i): {} for i in range(10**5)}), "256 groups"),
     "compressed-tensors: a strategy that is none": (compressed(weights={"strategy": "x" * 10**6}), "for each xxx"),
     "compressed-tensors: groups of 2 ** 40": (compressed(weights={"group_size": 2**40}), "group_size"),
     "compressed-tensors: groups of half an input": (compressed(weights={"group_size": 0.5}), "group_size"),
     "compressed-tensors: a quantized cache": (compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
+    **PACKED,
     "FP8: a NaN in every place": (in_float8(0x7F), "not finite"),
     "FP8: blocks beyond every number": (
         lambda f: config(f, quantization_config={"quant_method": "fp8", "weight_block_size": [2**70, 1]}),
@@ -201,6 +255,17 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
                                   "is not a regular file"),
     "a config of huge sizes": (lambda f: config(f, hidden_size=2**30), "do not fit into this machine"),
     "a config of a billion layers": (lambda f: config(f, num_hidden_layers=2**30), "more than 4096"),
+    "a config of a billion heads": (
+        lambda f: config(f, num_attention_heads=2**30, hidden_size=2**30), "more than 65536"
+    ),
+    "negative layers": (lambda f: config(f, num_hidden_layers=-1), "num_hidden_layers"),
+    "a nested config without its text": (
+        lambda f: rewrite(f, "config.json", b'{"architectures": ["Gemma3ForConditionalGeneration"]}'),
+        "no 'text_config'",
+    ),
+    "a trillion experts": (
+        lambda f: config(f, architectures=["MixtralForCausalLM"], num_local_experts=10**12), "num_local_experts"
+    ),
     "no numbers in the config": (lambda f: config(f, hidden_size=float("inf")), "hidden_size"),
     "a tokenizer that is none": (lambda f: rewrite(f, "tokenizer.json", b'{"model": null}'), "tokenizer.json"),
     "a tokenizer nested deeply": (lambda f: rewrite(f, "tokenizer.json", b"[" * 1_000_000), "tokenizer.json"),

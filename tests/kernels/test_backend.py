@@ -27,7 +27,7 @@ def run_python(code, **environment):
         env={**inherited, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 

@@ -76,6 +76,37 @@ def test_rms_norm_takes_the_heads_of_a_fused_projection(isa, dtype):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_head_layer_norm_has_weights_for_each_head(isa, dtype, has_bias):
+    heads, weight = randn(9, 7, 20).to(dtype)[:, 2:6], randn(4, 20, seed=1)
+    bias = randn(4, 20, seed=2) if has_bias else None
+    with using(isa):
+        actual = kernels.head_layer_norm(heads, weight, bias, 1e-5)
+        alone = kernels.head_layer_norm(heads[3:4], weight, bias, 1e-5)
+    assert actual.is_contiguous()
+    assert_close("head_layer_norm", actual, reference.head_layer_norm(heads, weight, bias, 1e-5))
+    assert torch.equal(actual[3:4], alone)
+    for head in range(4):
+        own = None if bias is None else bias[head].contiguous()
+        with using(isa):
+            assert torch.equal(
+                actual[:, head], kernels.layer_norm(heads[:, head].contiguous(), weight[head].clone(), own, 1e-5)
+            )
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clip_leaves_the_heads_between_alone(isa, dtype):
+    heads = randn(9, 7, 20).to(dtype)
+    expected = heads.clone()
+    expected[:, 2:6].clamp_(-0.7, 0.7)
+    with using(isa):
+        kernels.clip(heads[:, 2:6], 0.7)
+    assert torch.equal(heads, expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_layer_norm_of_numbers_far_from_zero_keeps_its_digits(isa):
     """Summing squares before subtracting the mean would lose them all."""
     x, weight, bias = 1000 + randn(4, 77), torch.ones(77), torch.zeros(77)
@@ -287,6 +318,11 @@ COS_SIN = torch.zeros(9, 8)
         (lambda: kernels.rms_norm(torch.zeros(2, 7), WEIGHT, 1e-6), r"rms_norm takes .*got x: float32 \[2, 7\]"),
         (lambda: kernels.rms_norm(torch.zeros(8, 2).T, WEIGHT, 1e-6), r"strides \[1, 2\]"),
         (lambda: kernels.rms_norm(torch.zeros(2, 8).half(), WEIGHT, 1e-6), "float16"),
+        (
+            lambda: kernels.head_layer_norm(torch.zeros(2, 3, 8), WEIGHT, None, 1e-6),
+            r"head_layer_norm takes .*\[num_heads, head_dim\].*got x: float32 \[2, 3, 8\]",
+        ),
+        (lambda: kernels.clip(torch.zeros(2, 3, 8)[:, :, :4], 1.0), "clip takes .*contiguous heads"),
         (lambda: kernels.rms_norm(torch.zeros(2, 8), WEIGHT.bfloat16(), 1e-6), "weight: bfloat16"),
         (lambda: kernels.rms_norm(torch.zeros(2, 8, device="meta"), WEIGHT, 1e-6), "on meta"),
         (

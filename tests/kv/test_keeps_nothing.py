@@ -1,44 +1,13 @@
-"""A kind of layer that keeps nothing is a spec and a manager: nothing else knows of it."""
+"""Layers that keep nothing: beside others, and alone."""
 
-import sys
-from dataclasses import dataclass
-
-from quire.config.kv_cache import FullAttentionSpec, KVCacheSpec
+from quire.config.kv_cache import FullAttentionSpec, NoCacheSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.kv.block_space_manager import BlockSpaceManager
-from quire.kv.managers import MANAGERS
-from quire.kv.managers.base import GroupManager
 
 from .managers import compute, do_step, end, run
 
 
-@dataclass(frozen=True, slots=True)
-class NoCacheSpec(KVCacheSpec):
-    def block_bytes(self, block_size):
-        return 0
-
-    def max_blocks(self, num_tokens, block_size, max_chunk):
-        return 0
-
-
-class NoCacheManager(GroupManager):
-    holds_tokens, is_prefix_closed = False, True
-
-    def num_blocks(self, num_tokens):
-        return 0
-
-    def max_tokens(self, num_blocks):
-        return sys.maxsize
-
-    def first_needed(self, num_tokens):
-        return 0
-
-    def longest_prefix(self, num_blocks, find):
-        return num_blocks
-
-
-def test_layers_that_keep_nothing_live_beside_full_attention(monkeypatch):
-    monkeypatch.setitem(MANAGERS, NoCacheSpec, NoCacheManager)
+def test_layers_that_keep_nothing_live_beside_full_attention():
     specs = [NoCacheSpec(), FullAttentionSpec(1, 2, "float32"), NoCacheSpec(), FullAttentionSpec(1, 2, "float32")]
     config = kv_cache_config(specs, 4, num_bytes=16 * 2 * 4 * 16, host_bytes=8 * 2 * 4 * 16)
     assert [group.layer_ids for group in config.groups] == [(0, 2), (1, 3)]

@@ -1,5 +1,6 @@
 """A minimal runner: a model over a paged cache whose block tables are made by hand, in shuffled order."""
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,24 +12,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.config.kv_cache import AttentionSpec
+from quire.config.kv_cache import KVCacheSpec
 from quire.config.kv_layout import group_layers
 from quire.config.model import ModelConfig
 from quire.models.base import CausalLM
-from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
+from quire.models.layers.batch_tensors import BatchTensors, GroupTensors
+from quire.models.layers.caches import view_cache
 from quire.models.weights.loader import load_model
+from tests.models.other_layouts import LAYOUTS
 from tests.models.small_checkpoint import FIELDS, SMALL, weights, write
 
 BLOCK_SIZE = 4
 
 
-def unwritten_cache(spec: AttentionSpec, num_blocks: int) -> tuple[Tensor, Tensor]:
+def unwritten_memory(spec: KVCacheSpec, num_blocks: int, dtype: torch.dtype) -> Tensor:
     """Large values where nothing was written: a read of another sequence's or a future slot shows."""
-    dtype = getattr(torch, spec.dtype)
-    pack = 4 // dtype.itemsize
-    k = torch.full((num_blocks, spec.num_kv_heads, spec.head_dim // pack, BLOCK_SIZE, pack), 99.0, dtype=dtype)
-    v = torch.full((num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim), 99.0, dtype=dtype)
-    return k, v
+    return torch.full((num_blocks * spec.block_bytes(BLOCK_SIZE) // dtype.itemsize,), 99.0, dtype=dtype).view(
+        torch.uint8
+    )
 
 
 class PagedRun:
@@ -43,12 +44,13 @@ class PagedRun:
         num_blocks = blocks_per_seq * len(sequences) * len(groups)
         shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).to(torch.int32)
         self.tables = shuffled.view(len(groups), len(sequences), blocks_per_seq)
-        # As in an engine, groups share tensors: layer i of each keeps its blocks in tensor i.
-        tensors = [unwritten_cache(groups[0].spec, num_blocks) for _ in groups[0].layer_ids]
+        # As in an engine, groups share memory: layer i of each keeps its blocks in piece i.
+        dtype = getattr(torch, config.dtype)
+        pieces = [unwritten_memory(groups[0].spec, num_blocks, dtype) for _ in groups[0].layer_ids]
         caches = {
-            layer: LayerKVCache(k, v, group_id)
+            layer: view_cache(group.spec, piece, num_blocks, BLOCK_SIZE, group_id)
             for group_id, group in enumerate(groups)
-            for layer, (k, v) in zip(group.layer_ids, tensors, strict=False)
+            for layer, piece in zip(group.layer_ids, pieces, strict=False)
         }
         self.kv = [caches[layer] for layer in range(len(caches))]
 
@@ -113,25 +115,33 @@ def greedy_run() -> Callable[..., tuple[list[list[int]], list[Tensor]]]:
     return run
 
 
-@pytest.fixture
-def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
-    """Make a small random transformers model, save it, return the folder and the model (the oracle)."""
+def make_checkpoint(
+    parent: Path, architecture: str, *, dtype: torch.dtype = torch.float32, **fields: Any
+) -> tuple[Path, Any]:
+    """Make a small random transformers model, save it in a folder of `parent`, return the folder and the model (the
+    oracle)."""
     import transformers
 
-    def save(architecture: str, *, dtype: torch.dtype = torch.float32, **fields: Any) -> tuple[Path, Any]:
-        torch.manual_seed(fields.pop("seed", 0))
-        shard_size, table_scale = fields.pop("max_shard_size", "1GB"), fields.pop("table_scale", 1.0)
-        kind = getattr(transformers, architecture)
-        model = kind(kind.config_class(**fields)).to(dtype).eval()
-        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-            named = "norm" in name or "ln_" in name or name.endswith("bias")
-            if named and parameter.is_floating_point():  # initialized to 1 and 0, where a mistake could hide
-                torch.nn.init.normal_(parameter.data, mean=float(name.endswith("weight")), std=0.2)
-        model.get_input_embeddings().weight.data *= table_scale  # small: outputs of layers count, tokens do not repeat
-        model.save_pretrained(tmp_path / "checkpoint", max_shard_size=shard_size)
-        return tmp_path / "checkpoint", model
+    torch.manual_seed(fields.pop("seed", 0))
+    shard_size, table_scale = fields.pop("max_shard_size", "1GB"), fields.pop("table_scale", 1.0)
+    layout = LAYOUTS.get(architecture)
+    kind = getattr(transformers, layout.oracle if layout else architecture)
+    model = kind(kind.config_class(**fields)).to(dtype).eval()
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+        named = "norm" in name or "ln_" in name or name.endswith("bias")
+        if named and parameter.is_floating_point():  # initialized to 1 and 0, where a mistake could hide
+            torch.nn.init.normal_(parameter.data, mean=float(name.endswith("weight")), std=0.2)
+    model.get_input_embeddings().weight.data *= table_scale  # small: outputs of layers count, tokens do not repeat
+    folder = parent / "checkpoint"
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    if layout:
+        layout.rewrite(folder, model, architecture)
+    return folder, model
 
-    return save
+
+@pytest.fixture
+def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
+    return functools.partial(make_checkpoint, tmp_path)
 
 
 @pytest.fixture

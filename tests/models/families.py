@@ -25,6 +25,9 @@ FALCON = {
 FULL, SLIDING = "full_attention", "sliding_attention"
 PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}
 
+PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+LLAMA4 = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA4 |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.0}
 ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "rope_theta": 500.0, "factor": 1.0}
 
 GEMMA = SMALL | {"head_dim": 16, "initializer_range": 0.5, "table_scale": 0.3}
@@ -82,9 +85,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "CohereForCausalLM",
         SMALL | {"logit_scale": 1.5, "attention_bias": True, "tie_word_embeddings": False},
     ),
+    "cohere-norms": ("CohereForCausalLM", SMALL | {"logit_scale": 0.25, "use_qk_norm": True}),
     "cohere2": (
         "Cohere2ForCausalLM",
         SMALL | {"logit_scale": 0.25, "num_hidden_layers": 3, "sliding_window": 6, "sliding_window_pattern": 2},
+    ),
+    "cwm": (
+        "CwmForCausalLM",
+        SMALL | PLAIN_ROPE | {"num_hidden_layers": 5, "sliding_window": 6, "head_dim": 16, "eos_token_id": 2},
+    ),
+    "cwm-types": (
+        "CwmForCausalLM",
+        SMALL | {"sliding_window": 6, "head_dim": 8, "mlp_bias": True, "layer_types": [SLIDING, FULL]}
+        | {"eos_token_id": 2}
+        | PLAIN_ROPE,
     ),
     "ernie4-5": ("Ernie4_5ForCausalLM", INTERLEAVED),
     "ernie4-5-biases": ("Ernie4_5ForCausalLM", INTERLEAVED | {"use_bias": True, "tie_word_embeddings": False}),
@@ -147,6 +161,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gpt-bigcode": ("GPTBigCodeForCausalLM", GPT2),
+    "gpt-bigcode-many-keys": (
+        "GPTBigCodeForCausalLM",
+        GPT2 | {"multi_query": False, "n_inner": 48, "tie_word_embeddings": False, "activation_function": "gelu"},
+    ),
     "glm": ("GlmForCausalLM", SMALL | PARTIAL | {"pad_token_id": None, "head_dim": 16}),
     "glm4": ("Glm4ForCausalLM", SMALL | PARTIAL | {"pad_token_id": None, "head_dim": 8, "attention_bias": False}),
     "gptj": ("GPTJForCausalLM", GPTJ),
@@ -165,6 +184,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite-biases": ("GraniteForCausalLM", SMALL | {"attention_bias": True, "mlp_bias": True}),
     "helium": ("HeliumForCausalLM", INTERLEAVED | {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
+    "hyperclovax": (
+        "HyperCLOVAXForCausalLM",
+        SMALL | {"residual_multiplier": 0.5, "logits_scaling": 0.5, "embedding_multiplier": 3.0}
+        | {"attention_multiplier": 0.2},
+    ),
+    "hyperclovax-plain": ("HyperCLOVAXForCausalLM", SMALL | {"attention_bias": True, "tie_word_embeddings": True}),
     "mpt": ("MptForCausalLM", MPT),
     "mpt-odd-heads": (
         "MptForCausalLM",
@@ -194,6 +219,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": (
         "MinistralForCausalLM", SMALL | {"sliding_window": 6, "layer_types": [SLIDING, FULL], "head_dim": 16},
     ),
+    "ministral3": (
+        "Ministral3ForCausalLM",
+        SMALL | {"head_dim": 16, "pad_token_id": None, "rope_parameters": LLAMA4 | {"llama_4_scaling_beta": 0.6}},
+    ),
+    "ministral3-plain": (
+        "Ministral3ForCausalLM",
+        SMALL | {"head_dim": 8, "pad_token_id": None, "sliding_window": 7, "rope_parameters": LLAMA4},
+    ),
     "olmo": ("OlmoForCausalLM", SMALL),
     "olmo-clipped": ("OlmoForCausalLM", SMALL | {"clip_qkv": 0.5, "seed": 4}),
     "olmo2": ("Olmo2ForCausalLM", SMALL | {"tie_word_embeddings": True}),
@@ -211,6 +244,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi": ("PhiForCausalLM", SMALL | PARTIAL),
+    "phi-norms": ("PhiForCausalLM", SMALL | PARTIAL | {"qk_layernorm": True, "seed": 4, "initializer_range": 0.5}),
     "phi3": ("Phi3ForCausalLM", SMALL | {"sliding_window": 7, "pad_token_id": None}),
     "phi3-partial-longrope": (
         "Phi3ForCausalLM",
@@ -251,6 +285,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "StableLmForCausalLM",
         SMALL | PARTIAL | {"use_parallel_residual": True, "use_qkv_bias": True},
     ),
+    "stablelm-norms": ("StableLmForCausalLM", SMALL | PARTIAL | {"use_parallel_residual": True, "qk_layernorm": True}),
     "starcoder2": ("Starcoder2ForCausalLM", SMALL | {"sliding_window": 7}),
     "starcoder2-plain": (
         "Starcoder2ForCausalLM",
@@ -258,5 +293,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """architecture and fields of its config"""
-NESTED = {"gemma3": "Gemma3ForConditionalGeneration", "mistral": "Mistral3ForConditionalGeneration"}
+NESTED = {
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "mistral": "Mistral3ForConditionalGeneration",
+    "ministral3": "Mistral3ForConditionalGeneration",
+}
 """variant -> the architecture of a model for text and images of which it is the text part"""

@@ -40,6 +40,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3MoeForCausalLM", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
     "olmoe": ("OlmoeForCausalLM", EXPERTS | {"num_key_value_heads": 4}),
     "olmoe-normalized": ("OlmoeForCausalLM", EXPERTS | {"norm_topk_prob": True, "num_experts_per_tok": 3}),
+    "olmoe-clipped": ("OlmoeForCausalLM", EXPERTS | {"clip_qkv": 0.6, "num_key_value_heads": 2}),
     "dbrx": ("DbrxForCausalLM", DBRX),
     "dbrx-not-normalized": (
         "DbrxForCausalLM",
@@ -71,10 +72,32 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "n_shared_experts": 2}
         | {"use_qk_norm": True, "attention_bias": True, "num_mtp_layers": 0, "first_k_dense_replace": 2},
     ),
+    "dots1": ("Dots1ForCausalLM", SMALL | GLM_EXPERTS | {"n_shared_experts": 1, "norm_topk_prob": True}),
+    "dots1-windows": (
+        "Dots1ForCausalLM",
+        SMALL
+        | GLM_EXPERTS
+        | {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "n_shared_experts": 2, "attention_bias": True}
+        | {"first_k_dense_replace": 1, "sliding_window": 7, "max_window_layers": 1},
+    ),
+    "hunyuan-moe": (
+        "HunYuanMoEV1ForCausalLM",
+        SMALL | {"num_experts": 5, "moe_topk": 2, "head_dim": 16, "attention_bias": True},
+    ),
+    "minimax-m2": ("MiniMaxM2ForCausalLM", EXPERTS | {"head_dim": 8}),
+    "minimax-m2-partial": (
+        "MiniMaxM2ForCausalLM",
+        EXPERTS | {"head_dim": 16, "rotary_dim": 8, "num_experts_per_tok": 3},
+    ),
     "granite-moe": (
         "GraniteMoeForCausalLM",
         EXPERTS | {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.4},
     ),
+    "granite-moe-shared": (
+        "GraniteMoeSharedForCausalLM",
+        EXPERTS | {"residual_multiplier": 0.4, "shared_intermediate_size": 40, "attention_multiplier": 0.2},
+    ),
+    "granite-moe-not-shared": ("GraniteMoeSharedForCausalLM", EXPERTS | {"shared_intermediate_size": 0}),
     "ernie4-5-moe": ("Ernie4_5_MoeForCausalLM", SMALL | ERNIE_EXPERTS | {"moe_num_shared_experts": 1}),
     "ernie4-5-moe-some-layers": (
         "Ernie4_5_MoeForCausalLM",

@@ -69,6 +69,10 @@ PEFT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "scaled outputs": ("granite", LLAMA_ALL),
     "experts": ("qwen3-moe", LLAMA_ALL | {"target_modules": ["q_proj", "o_proj"]}),
     "a shared expert": ("qwen2-moe", LLAMA_ALL | {"target_modules": ["v_proj", "gate_proj", "up_proj", "down_proj"]}),
+    "latents": (
+        "deepseek-v3",
+        LLAMA_ALL | {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]},
+    ),
     "some modules": ("llama-gqa", {"r": 4, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj", "up_proj"]}),
     "rsLoRA": ("llama-gqa", LLAMA_ALL | {"use_rslora": True}),
     "patterns": (

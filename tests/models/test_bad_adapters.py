@@ -66,10 +66,9 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "patterns of a list": ({"rank_pattern": ["q_proj"]}, "'rank_pattern' is .* but must be an object"),
     "a pattern of text": ({"alpha_pattern": {"q_proj": "8"}}, "'q_proj' is '8', but must be a finite number"),
     "a malformed pattern": ({"alpha_pattern": {"(q_proj": 8}}, r"the pattern '\(q_proj': "),
-    "a pattern that takes for ever": ({"alpha_pattern": {"(.*.*.*)+!": 8}}, "so that matching is fast"),
-    "a pattern of alternatives": ({"alpha_pattern": {"(a|a)" * 40 + "!": 8}}, "so that matching is fast"),
-    "many patterns with repeats": ({"alpha_pattern": {f".*{i}": 8 for i in range(65)}}, "at most 64 patterns"),
-    "thousands of patterns": ({"alpha_pattern": {f"a{i}": 8 for i in range(4097)}}, "more than 4096 patterns"),
+    "a pattern with flags": ({"alpha_pattern": {"(?s:a)": 8}}, "flags are not supported"),
+    "a pattern that closes what PEFT opens": ({"alpha_pattern": {"a)|(b": 8}}, "unbalanced parenthesis"),
+    "thousands of patterns": ({"alpha_pattern": {f"a{i}": 8 for i in range(4097)}}, "more than 4,096 patterns"),
 }
 
 
@@ -148,6 +147,12 @@ def test_files_that_are_missing_or_malformed(name: str, model: Model, tmp_path: 
         read_adapter(folder, model, MAX_RANK)
 
 
+def test_a_folder_that_no_file_system_can_have_has_no_adapter(model: Model, tmp_path: Path) -> None:
+    for name in ("x" * 300, "x/" * 4000, "a\0b"):
+        with pytest.raises(CheckpointError, match=r"has no adapter_config\.json"):
+            read_adapter(tmp_path / name, model, MAX_RANK)
+
+
 def test_what_changes_nothing_is_accepted(model: Model, tmp_path: Path) -> None:
     """Also names with the adapter's name in them, and names without PEFT's prefix."""
     more = {"use_dora": False, "modules_to_save": None, "layer_replication": [], "init_lora_weights": "gaussian"}
@@ -206,10 +211,10 @@ def test_many_slow_patterns_are_matched_in_time(tmp_path: Path) -> None:
     patterns = {f".*a.*b{i}": 1 for i in range(64)} | {f"b{i}": 1 for i in range(4000)}
     folder = write_adapter(tmp_path / "a", factors(), r=2, rank_pattern=patterns)
     config = PeftConfig.read(folder)
-    start_s = time.monotonic()
+    start_s = time.process_time()
     for layer in range(20):
         config.rank_of(f"model.layers.{layer}.self_attn.q_proj" + "a" * 40)
-    assert time.monotonic() - start_s < 2
+    assert time.process_time() - start_s < 2
 
 
 def test_settings_are_not_read_without_a_limit(model: Model, tmp_path: Path) -> None:

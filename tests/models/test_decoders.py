@@ -182,14 +182,32 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "other layers": ("phi3", {"num_hidden_layers": 1}, r"unexpected: model.layers.1"),
     "other heads": ("granite", {"num_key_value_heads": 4}, r"k_proj.weight \[16, 32\] instead of \[32, 32\]"),
     "an odd share of a head": ("glm", {"partial_rotary_factor": 0.2, "rope_parameters": None}, "not 3: head_dim"),
-    "norms of heads (Phi)": ("phi", {"qk_layernorm": True}, "qk_layernorm"),
-    "norms of heads (StableLM)": ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
-    "norms of heads (Cohere)": ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
-    "clipped after norms": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+    "missing norms of heads (Phi)": ("phi", {"qk_layernorm": True}, r"missing: layers\.0\.self_attn\.q_norm\.weight"),
+    "missing norms of heads (StableLM)": ("stablelm", {"qk_layernorm": True}, r"missing: .*q_norm\.norms\.0\.weight"),
+    "missing norms of heads (Cohere)": (
+        "cohere",
+        {"use_qk_norm": True},
+        r"missing: layers\.0\.self_attn\.q_norm\.weight",
+    ),
+    "norms of heads (MPT)": ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln"),
     "scaled logits (MPT)": ("mpt", {"logit_scale": 0.5}, "logit_scale"),
     "MPT without ALiBi": ("mpt", {"attn_config": {"alibi": False}}, "alibi"),
     "cross attention": ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
     "both directions": ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    "queries that are scaled by position": (
+        "llama-gqa",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}},
+        "'llama_4_scaling_beta' is not supported here",
+    ),
+    "norms that a checkpoint lacks": ("phi", {"qk_layernorm": True}, "missing: layers.0.self_attn.q_norm.weight"),
+    "norms of more heads": (
+        "cohere-norms",
+        {"num_attention_heads": 8, "head_dim": 4, "num_key_value_heads": 4},
+        r"q_norm.weight \[4, 8\] instead of \[8, 4\]",
+    ),
+    "no norms after blocks": ("hyperclovax", {"use_post_norm": False}, "use_post_norm"),
+    "experts in MiniCPM": ("minicpm", {"num_experts": 8}, "num_experts"),
+    "numbers of experts for other layers": ("hunyuan-moe", {"moe_topk": [1, 2, 2]}, "list of 2, one per layer"),
     "a learned activation that is gated": ("arcee", {"hidden_act": "xielu"}, "'hidden_act' is 'xielu', supported"),
 }
 
@@ -203,14 +221,6 @@ def test_what_does_not_fit_or_is_not_computed_is_refused_in_a_line(case: str, sa
         load_model(ModelConfig.resolve(folder))
     assert "\n" not in str(caught.value)
     assert str(folder) in str(caught.value)
-
-
-def test_queries_that_are_scaled_by_position_are_refused(save_checkpoint: Any) -> None:
-    folder, _ = checkpoint(save_checkpoint, "mistral")
-    nest(folder, "Mistral3ForConditionalGeneration", "model.language_model.")
-    rewrite(folder, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1})
-    with pytest.raises(UnsupportedModelError, match="llama_4_scaling_beta"):
-        load_model(ModelConfig.resolve(folder))
 
 
 def test_at_least_thirty_families_are_compared_with_transformers() -> None:

@@ -214,8 +214,12 @@ def test_experts_of_gguf_files(kind: Kind, mixture: Path, paged_run: Any, tmp_pa
         assert torch.equal(logits_of(tmp_path / "saved", paged_run), packed.logits_of(again, paged_run))
 
 
-def test_experts_of_gpt_oss_in_mxfp4(save_checkpoint: Any, paged_run: Any) -> None:
-    fields = SMALL | {"num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 32, "intermediate_size": 64}
+@pytest.mark.parametrize(("hidden", "width", "limit"), [(128, 64, 7.0), (96, 160, 0.5)])
+def test_experts_of_gpt_oss_in_mxfp4(
+    hidden: int, width: int, limit: float, save_checkpoint: Any, paged_run: Any
+) -> None:
+    fields = SMALL | {"num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 32}
+    fields |= {"hidden_size": hidden, "intermediate_size": width, "swiglu_limit": limit}
     folder, _ = save_checkpoint("GptOssForCausalLM", **fields)
     tensors, stored = load_file(folder / "model.safetensors"), {}
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:

@@ -14,7 +14,7 @@ from quire.models.base import Model
 from quire.models.layers.batch_tensors import BatchTensors
 from quire.models.layers.embedding import Embedding
 from quire.models.layers.linear import Linear
-from quire.models.weights.loader import load_causal_lm, load_model
+from quire.models.weights.loader import load_model, load_servable
 
 from .test_against_transformers import LLAMA
 
@@ -58,4 +58,4 @@ def test_a_headless_model_is_loaded_and_run(save_checkpoint: Any, monkeypatch: p
     assert (hidden - expected).abs().max() < 1e-5
     assert torch.equal(model(batch_of(None, positions, embeddings=table[ids].detach()), []), hidden)
     with pytest.raises(UnsupportedModelError, match="GridEncoder gives hidden states and has no language model head"):
-        load_causal_lm(config)
+        load_servable(config)

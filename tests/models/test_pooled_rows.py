@@ -1,4 +1,4 @@
-"""Rows whose hidden states are returned: those of exactly these rows, whatever else is wanted in the step."""
+"""Rows whose hidden states are pooled: exactly these rows, whatever else runs in the step."""
 
 from typing import Any
 
@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from quire import kernels
-from quire.common.batch import Batch, Draw, DrawnRows, PooledRows, ScheduledSequence, ScoredRows, StepResult
+from quire.common.batch import Batch, PooledRows, PoolSpec, ScheduledSequence, StepResult
+from quire.config.checkpoint.architectures import MODELS
 from quire.config.kv_layout import kv_cache_config
 from quire.config.model import ModelConfig
+from quire.models.base import PoolingModel
+from quire.models.families.llama import LlamaForCausalLM
 from quire.models.weights.loader import load_model
 from quire.runner.cache_engine import CacheEngine
 from quire.runner.model_runner import ModelRunner
@@ -19,9 +22,9 @@ from .test_against_transformers import LLAMA, TOLERANCE
 
 BLOCK_SIZE, MAX_LEN = 4, 24
 BLOCKS_PER_SEQ = MAX_LEN // BLOCK_SIZE
-POOLING, DRAWING, SCORING = (np.random.default_rng(i).integers(0, 90, 11).tolist() for i in range(3))
-DRAWN = DrawnRows((Draw(0.0, 0, 1.0, b"", logprobs=2),), 0)
-WANTED = {"last": PooledRows(10, 1), "middle": PooledRows(2, 5), "all": PooledRows(0, 11)}
+POOLING, OTHER = (np.random.default_rng(i).integers(0, 90, 11).tolist() for i in range(2))
+SPEC = PoolSpec("token_embed")
+WANTED = {"last": PooledRows(10, 1, SPEC), "middle": PooledRows(2, 5, SPEC), "all": PooledRows(0, 11, SPEC)}
 
 
 def scheduled(seq_id: int, token_ids: list[int], start: int = 0, end: int = 11, **wanted: Any) -> ScheduledSequence:
@@ -29,8 +32,27 @@ def scheduled(seq_id: int, token_ids: list[int], start: int = 0, end: int = 11, 
     return ScheduledSequence(seq_id, tuple(token_ids[start:end]), start, (table[: -(-end // BLOCK_SIZE)],), **wanted)
 
 
-def drawing(start: int = 0, end: int = 11) -> ScheduledSequence:
-    return scheduled(1, DRAWING, start, end, drawn=DRAWN)
+class AsTheyAre:
+    """Gives the hidden states themselves."""
+
+    tasks = ("token_embed",)
+    dimensions = None
+
+    def __init__(self) -> None:
+        self.token_ids: list[Any] = []
+
+    def needs_all_rows(self, task: str) -> bool:
+        return True
+
+    def pool(self, hidden: torch.Tensor, token_ids: Any, spec: PoolSpec) -> torch.Tensor:
+        self.token_ids.append(token_ids)
+        return hidden.float()
+
+
+class PooledLlama(LlamaForCausalLM, PoolingModel):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.pooler = AsTheyAre()
 
 
 class Steps:
@@ -39,6 +61,7 @@ class Steps:
     def __init__(self, folder: Any, oracle: Any) -> None:
         config = ModelConfig.resolve(str(folder), dtype="float32")
         model = load_model(config)
+        self.pooler = model.pooler
         kv_cache = kv_cache_config(model.kv_cache_specs(config), BLOCK_SIZE, num_blocks=3 * BLOCKS_PER_SEQ)
         caches = CacheEngine(kv_cache, kernels.backend_for("cpu"))
         self.runner = ModelRunner(model, caches.layers, BLOCK_SIZE, MAX_LEN)
@@ -50,7 +73,8 @@ class Steps:
 
 
 @pytest.fixture
-def steps(save_checkpoint: Any) -> Steps:
+def steps(save_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> Steps:
+    monkeypatch.setitem(MODELS, "LlamaForCausalLM", f"{__name__}:PooledLlama")
     return Steps(*save_checkpoint("LlamaForCausalLM", **LLAMA))
 
 
@@ -61,37 +85,26 @@ def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
-def test_the_hidden_states_of_exactly_these_rows_come(steps: Steps, wanted: PooledRows) -> None:
-    scoring = scheduled(2, SCORING, scored=ScoredRows(3, tuple(SCORING[4:]), 1))
-    result = steps.run(drawing(), scheduled(0, POOLING, pooled=wanted), scoring)
-    assert list(result.pooled) == [1], "one of three sequences wants hidden states"
+def test_the_hidden_states_of_exactly_these_rows_are_pooled(steps: Steps, wanted: PooledRows) -> None:
+    result = steps.run(scheduled(1, OTHER), scheduled(0, POOLING, pooled=wanted), scheduled(2, OTHER))
+    assert list(result.pooled) == [1], "one of three sequences wants a vector"
     assert_close(result.pooled[1], steps.expected[wanted.row : wanted.row + wanted.num_rows])
-    others = steps.run(drawing(), scheduled(0, POOLING), scoring)
-    assert (result.token_ids, others.pooled) == (others.token_ids, {})
-    assert list(result.scored) == [2]
+    assert steps.pooler.token_ids == [tuple(POOLING[wanted.row : wanted.row + wanted.num_rows])]
+    assert steps.run(scheduled(0, POOLING)).pooled == {}
 
 
 def test_the_rows_of_a_chunk_are_counted_from_its_first_token(steps: Steps) -> None:
     steps.run(scheduled(0, POOLING, end=7))
-    result = steps.run(scheduled(0, POOLING, start=7, pooled=PooledRows(1, 2)))
+    result = steps.run(scheduled(0, POOLING, start=7, pooled=PooledRows(1, 2, SPEC)))
     assert_close(result.pooled[0], steps.expected[8:10])
 
 
 @needs_native
 def test_they_do_not_depend_on_the_batch(steps: Steps) -> None:
-    wanted = scheduled(0, POOLING, pooled=WANTED["all"])
+    wanted, other = scheduled(0, POOLING, pooled=WANTED["all"]), scheduled(1, OTHER)
     alone = steps.run(wanted).pooled[0]
-    for batch in ((drawing(), wanted), (wanted, drawing()), (drawing(0, 3), wanted, scheduled(2, SCORING))):
+    for batch in ((other, wanted), (wanted, other), (scheduled(1, OTHER, 0, 3), wanted, scheduled(2, OTHER))):
         assert np.array_equal(steps.run(*batch).pooled[batch.index(wanted)], alone)
-    chunks = [steps.run(scheduled(0, POOLING, i, i + 1, pooled=PooledRows(0, 1))).pooled[0] for i in range(11)]
+    one = PooledRows(0, 1, SPEC)
+    chunks = [steps.run(scheduled(0, POOLING, i, i + 1, pooled=one)).pooled[0] for i in range(11)]
     assert np.array_equal(np.concatenate(chunks), alone)
-
-
-def test_a_decode_step_that_is_replayed_elsewhere_returns_them_too(steps: Steps) -> None:
-    """A row may be drawn from and pooled."""
-    steps.run(drawing(end=10), scheduled(0, POOLING, end=10))
-    both = scheduled(0, POOLING, 10, drawn=DRAWN, pooled=PooledRows(0, 1))
-    result = steps.run(drawing(10), both)
-    assert_close(result.pooled[1], steps.expected[10:])
-    without = steps.run(drawing(10), scheduled(0, POOLING, 10, drawn=DRAWN))
-    assert (result.token_ids, without.pooled) == (without.token_ids, {})

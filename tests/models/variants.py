@@ -3,7 +3,9 @@
 from typing import Any
 
 from tests.models.families import FAMILIES, SMALL
+from tests.models.latent import LATENT
 from tests.models.mixtures import MIXTURES
+from tests.models.other_layouts import OTHERS
 
 LLAMA = SMALL
 OPT = {
@@ -35,6 +37,8 @@ LONGROPE = {
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **FAMILIES,
     **MIXTURES,
+    **LATENT,
+    **OTHERS,
     "opt": ("OPTForCausalLM", OPT),
     "opt-post-norm": ("OPTForCausalLM", OPT | {"do_layer_norm_before": False}),
     "opt-350m-like": ("OPTForCausalLM", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),

@@ -9,6 +9,8 @@ from typing import Any
 from quire import LLMEngine, LoRARequest
 from quire.common.errors import RequestFailedError
 from quire.common.outputs import RequestOutput
+from quire.common.params import PoolerInfo
+from quire.interfaces.pooling import VECTORS, pooling_output, tokenized
 from quire.server.app import make_app
 from quire.server.config import ServerArgs
 from quire.server.http.state import ServerState
@@ -55,7 +57,18 @@ class InProcessLLM:
             del self._queues[request_id]
             self.engine.abort_request(request_id)
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    @property
+    def pooler(self) -> PoolerInfo | None:
+        return self.engine.pooler
+
+    async def encode(self, prompt, params, request_id: str, *, lora_request=None):
+        async for output in self.generate(prompt, params, request_id=request_id, lora_request=lora_request):
+            yield pooling_output(output, *VECTORS)
+
+    async def pooling_prompts(self, given, params):
+        return tokenized(self.engine.inputs.pooling, given, params)
+
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens)
 
     async def _step(self) -> None:

@@ -72,7 +72,7 @@ class Watcher:
 
     async def next(self) -> bytes:
         """The next event, or the whole body of an answer that is none."""
-        message = await asyncio.wait_for(self.messages.get(), 20)
+        message = await asyncio.wait_for(self.messages.get(), 60)
         if message["type"] == "http.response.start":
             self.status, self.headers = message["status"], dict(message["headers"])
             return await self.next()
@@ -92,7 +92,7 @@ async def watching(app: ASGIApp) -> AsyncIterator[Watcher]:
         yield watcher
     finally:
         watcher.left.set()
-        await asyncio.wait_for(task, 20)
+        await asyncio.wait_for(task, 60)
 
 
 def test_frames_are_handed_through_until_the_watcher_leaves() -> None:

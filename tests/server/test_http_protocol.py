@@ -80,7 +80,7 @@ def talk(*pieces: bytes, timeout_s: float = 60.0, until_closed: bool = False) ->
         if state.tasks and not transport.is_closing():
             await asyncio.wait(state.tasks)
         if until_closed:
-            await asyncio.wait_for(transport.closed.wait(), 10)
+            await asyncio.wait_for(transport.closed.wait(), 60)
         protocol.connection_lost(None)
         if state.tasks:
             await asyncio.wait(state.tasks)
@@ -228,7 +228,7 @@ def test_the_request_that_is_answered_learns_that_the_client_has_gone(num_behind
         await asyncio.sleep(0)
         assert not transport.is_paused
         protocol.connection_lost(None)
-        await asyncio.wait_for(task, 30)
+        await asyncio.wait_for(task, 60)
 
     asyncio.run(main())
 
@@ -242,7 +242,7 @@ def test_a_client_that_does_not_read_is_cut_off():
         await asyncio.sleep(0.03)
         assert not transport.is_closing()
         protocol.pause_writing()
-        await asyncio.wait_for(transport.closed.wait(), 30)
+        await asyncio.wait_for(transport.closed.wait(), 60)
         protocol.connection_lost(None)
 
     asyncio.run(main())
@@ -255,7 +255,7 @@ def test_empty_lines_do_not_keep_a_connection():
         await asyncio.wait(protocol.server_state.tasks)
         protocol.timeout_keep_alive = 0.01
         protocol.data_received(b"\r\n")
-        await asyncio.wait_for(transport.closed.wait(), 30)
+        await asyncio.wait_for(transport.closed.wait(), 60)
         protocol.connection_lost(None)
 
     asyncio.run(main())

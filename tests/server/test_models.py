@@ -93,7 +93,7 @@ def staged(*needs: int, **args: Any) -> Callable[[Callable[[Stage], Coroutine[An
     def run(test: Callable[[Stage], Coroutine[Any, Any, None]]) -> None:
         async def in_loop() -> None:
             stage = Stage(dict(zip("abcdef", needs, strict=False)), **args)
-            await asyncio.wait_for(test(stage), 10)
+            await asyncio.wait_for(test(stage), 60)
             await stage.pool.shutdown()
             assert all(entry.llm is None or "shutdown" in entry.llm.calls for entry in stage.pool.entries)
 

@@ -109,7 +109,7 @@ def test_unknown_models_paths_and_methods_have_the_apis_form_of_errors(hello: Se
         (hello.post("/api/chat", CHAT | {"model": "none"}), 404),
         (hello.post("/api/create", {}), 404),
         (hello.get("/api/chat"), 405),
-        (hello.post("/api/embed", {}), 400),
+        (hello.post("/api/embed", {"model": "alias", "input": "x"}), 400),
         (hello.call("DELETE", "/api/delete"), 403),
         (hello.post("/api/chat", b"{"), 400),
     ):
@@ -273,7 +273,7 @@ def test_a_pull_counts_the_bytes_of_its_download(monkeypatch: pytest.MonkeyPatch
             for total in (0, 1000, 1000):
                 bar.total = total
                 bar.update(350 if total else 0)
-                assert told.acquire(timeout=30)
+                assert told.acquire(timeout=60)
 
     async def statuses() -> list[PullStatus]:
         found: list[PullStatus] = []

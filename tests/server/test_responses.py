@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,17 @@ def test_an_answer(say: Say) -> None:
     usage = response["usage"]
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     assert usage["output_tokens"] > 0
+
+
+@pytest.mark.parametrize("field", ["text", "structured_outputs"])
+def test_an_answer_in_a_structural_tag(tiny: Server, field: str) -> None:
+    parts = [{"type": "const_string", "value": "<n>"}, {"type": "regex", "pattern": "[0-9]{2}"}]
+    form = {"type": "sequence", "elements": parts}
+    tag = {"type": "structural_tag", "format": form}
+    given = {"format": tag} if field == "text" else {"structural_tag": tag}
+    response = create(tiny, **{field: given})
+    assert re.fullmatch("<n>[0-9]{2}", response["output"][0]["content"][0]["text"])
+    assert response["text"]["format"] == (tag if field == "text" else {"type": "text"})
 
 
 def test_an_answer_at_the_limit_is_incomplete(say: Say) -> None:
@@ -218,6 +230,9 @@ def test_kept_responses_survive_a_restart(say: Say, tmp_path: Path) -> None:
         ({"temperature": -1}, "temperature"),
         ({"input": "word " * 5000}, "input"),
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "nonsense"}}}}, None),
+        ({"text": {"format": {"type": "structural_tag", "format": {"type": "nonsense"}}}}, "text"),
+        ({"text": {"format": {"type": "structural_tag"}}}, "text"),
+        ({"structured_outputs": {"structural_tag": {"format": {"type": "nonsense"}}}}, "structured_outputs"),
         ({"tools": [FORECAST], "tool_choice": {"type": "function", "name": "other"}}, None),
     ],
 )

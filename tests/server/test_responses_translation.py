@@ -226,6 +226,18 @@ def test_fields_take_the_names_of_chat() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"format": {"type": "any_text"}},
+        {"structures": [{"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}], "triggers": ["<a>"]},
+    ],
+)
+def test_structural_tags_are_those_of_chat(given: dict[str, Any]) -> None:
+    given = {"type": "structural_tag", **given}
+    assert as_chat(text={"format": given})["response_format"] == given
+
+
 def test_items_are_listed_in_full() -> None:
     (listed,) = own_items(request(input="Hi"))
     assert listed.pop("id").startswith("msg_")

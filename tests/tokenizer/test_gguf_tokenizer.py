@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import Regex, pre_tokenizers
 
+from benchmarks.tokenization import make_texts
 from quire.common.errors import TokenizerError
 from quire.config.model import ModelConfig
-from quire.text.tokenizer.gguf import PRE_TOKENIZERS, read_gguf_tokenizer
+from quire.text.tokenizer.gguf import read_gguf_tokenizer
+from quire.text.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from quire.text.tokenizer.tokenizer import Tokenizer
 
 from ..config.gguf_file import LLAMA, Typed, write_gguf
@@ -58,6 +62,24 @@ def test_a_byte_level_tokenizer_is_the_one_it_was_made_of(tmp_path: Path, tiny: 
         assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, skip_special_tokens=False) == text
 
 
+def test_ten_thousand_texts_have_the_ids_of_the_tokenizers_library(tmp_path: Path, tiny: dict[str, Any]) -> None:
+    """Of all scripts, with special tokens and broken UTF-8, against the library on the model's own tokenizer.json."""
+    ours = Tokenizer.from_path(write(tmp_path / "m.gguf", **tiny, padding_token_id=0, bos_token_id=None))
+    theirs = tokenizers.Tokenizer.from_file(str(ModelConfig.resolve(None).path / "tokenizer.json"))
+    given = make_texts(10_000, sorted(ours.special_token_texts.values()))
+    expected = [encoding.ids for encoding in theirs.encode_batch(given, add_special_tokens=False)]
+    assert [ours.encode(text, add_special_tokens=False) for text in given] == expected
+
+
+def test_bytes_that_a_vocabulary_lacks_are_left_out_before_merging(tmp_path: Path, tiny: dict[str, Any]) -> None:
+    """As in the tokenizers library; llama.cpp leaves them out afterwards, so that their neighbours stay apart."""
+    tokens = ["\u0120", "{", "\u0120{", "a", "b"]
+    more = {"tokens": tokens, "types": [NORMAL] * 5, "merges": ["\u0120 {"], "pre": "gpt-2", "add_bos_token": False}
+    tokenizer = Tokenizer.from_path(write(tmp_path / "m.gguf", **tiny | more))
+    assert [tokenizer.token_of(i) for i in tokenizer.encode("a {")] == ["a", "\u0120{"]
+    assert [tokenizer.token_of(i) for i in tokenizer.encode("a \x04{b")] == ["a", "\u0120{", "b"]
+
+
 def test_bos_and_eos_are_added_where_the_header_says(tmp_path: Path, tiny: dict[str, Any]) -> None:
     def ids(**keys: Any) -> list[int]:
         return Tokenizer.from_path(write(tmp_path / "m.gguf", **tiny | keys, bos_token_id=1)).encode("hi")
@@ -91,6 +113,23 @@ def test_fillers_are_no_tokens_and_user_defined_ones_are_not_split(tmp_path: Pat
         ("tekken", "camelCase ABCdef 12", ["camel", "Case", " ABCdef", " ", "1", "2"]),
         ("gpt-4o", "It's camelCase 1234", ["It's", " camel", "Case", " ", "123", "4"]),
         ("default", "a+=1234 b", ["a", "+=", "123", "4", " b"]),
+        ("falcon", "a`b 1234", ["a", "`", "b", " ", "123", "4"]),
+        ("minicpm5", "it's 12345", ["it", "'s", " ", "123", "45"]),
+        ("jais-2", "a       b", ["a", "    ", "  ", " b"]),
+        ("qwen35", "e\u0301a1", ["e\u0301a", "1"]),
+        ("laguna", "a \n\n b", ["a", " ", "\n\n", " b"]),
+        ("ufakzeka", "Ali'nin 12", ["Ali", "'nin", " ", "1", "2"]),
+        ("seed-coder", "a!!\n 12", ["a", "!!", "\n", " ", "1", "2"]),
+        ("bailingmoe", "It'S ok!\n\n", ["It", "'S", " ok", "!\n\n"]),
+        ("exaone-moe", "two words 12!", ["two words", " ", "1", "2", "!"]),
+        ("tiny_aya", "1234567 ok", ["1", "234", "567", " ok"]),
+        ("youtu", "你好ab 12", ["你好", "ab", " ", "1", "2"]),
+        ("superbpe", "any words 1234567", ["any words ", "1", "234", "567"]),
+        ("deepseek-llm", "Grüße, 你好 123\n", ["Gr", "üß", "e", ",", " ", "你好", " ", "123", "\n"]),
+        ("spark2_5", "a.b\n\n1234", ["a", ".b", "\n", "\n", "1", "2", "3", "4"]),
+        ("bloom", "Yes, it is (so). 12", ["Yes", ",", " it", " is", " (", "so", ").", " 12"]),
+        ("viking", "a 12", ["a", " ", "1", "2"]),
+        ("chameleon", "a  b12!", ["a", "  ", "b", "1", "2", "!"]),
     ],
 )
 def test_a_pre_tokenizer_cuts_texts_as_its_model_was_trained(
@@ -99,6 +138,26 @@ def test_a_pre_tokenizer_cuts_texts_as_its_model_was_trained(
     backend = read_gguf_tokenizer(write(tmp_path / "m.gguf", **tiny | {"pre": pre})).backend
     found = [text[start:end] for _, (start, end) in backend.pre_tokenizer.pre_tokenize_str(text)]
     assert found == pieces
+
+
+@pytest.mark.parametrize(
+    ("pre", "steps"),
+    [
+        ("gpt-2", []),
+        ("smollm", [pre_tokenizers.Digits(individual_digits=True)]),
+        ("falcon", [pre_tokenizers.Punctuation("contiguous")]),
+    ],
+)
+def test_patterns_cut_as_the_steps_of_the_original(
+    tmp_path: Path, tiny: dict[str, Any], pre: str, steps: list[Any]
+) -> None:
+    """Falcon cuts digits once more, after the bytes have their letters: some of those count as digits."""
+    end = [pre_tokenizers.Digits(), pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")]
+    last = end if pre == "falcon" else []
+    original = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False), *last])
+    backend = read_gguf_tokenizer(write(tmp_path / "m.gguf", **tiny | {"pre": pre})).backend
+    for text in (text for text in TEXTS if pre != "falcon" or text.isascii()):
+        assert backend.pre_tokenizer.pre_tokenize_str(text) == original.pre_tokenize_str(text)
 
 
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)

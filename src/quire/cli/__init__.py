@@ -13,6 +13,7 @@ from quire.common.version import __version__
 _COMMANDS = {
     "generate": "complete prompts, or answer them with the checkpoint's chat template",
     "chat": "talk with a model",
+    "embed": "embed texts",
     "serve": "serve a model over HTTP, to clients of the OpenAI and Anthropic APIs",
     "run-batch": "run a file of requests through the server's endpoints",
     "top": "watch a running server's cache and queues",
@@ -24,6 +25,7 @@ _COMMANDS = {
     "simulate": "replay a trace of requests through the scheduler, without a model",
     "demo": "run a batch of prompts on the embedded checkpoint",
 }
+_FOLDERS = dict.fromkeys(("chat", "top"), "terminal.")
 _EXIT_WRONG = 2
 _EXIT_INTERRUPTED = 130
 _EXIT_BROKEN_PIPE = 141
@@ -84,7 +86,7 @@ def _parser(arguments: list[str]) -> Parser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name == chosen:
-            module = importlib.import_module(f"quire.cli.{name.replace('-', '_')}")
+            module = importlib.import_module(f"quire.cli.{_FOLDERS.get(name, '')}{name.replace('-', '_')}")
             command.description = module.__doc__
             module.add_arguments(command)
             parser.takes_vllm_options = "--max-model-len" in command._option_string_actions

@@ -19,8 +19,8 @@ TokenIds: TypeAlias = npt.NDArray[np.int32]
 MaskWords: TypeAlias = npt.NDArray[np.int32]
 """[ceil(vocab_size / 32)]"""
 
-HiddenStates: TypeAlias = npt.NDArray[np.float32]
-"""[num_rows, hidden_size]"""
+Pooled: TypeAlias = npt.NDArray[np.float32]
+"""What a pooler makes of a sequence: [size], or [num_rows, size] where it makes a vector for each token"""
 
 BlockPairs: TypeAlias = tuple[tuple[int, int], ...]
 """(source block, destination block), each in its own tier"""
@@ -119,12 +119,26 @@ class ScoredRows(msgspec.Struct, frozen=True, gc=False):
     """Number of likeliest tokens returned beside each token."""
 
 
+class PoolSpec(msgspec.Struct, frozen=True, gc=False):
+    """What the model's pooler makes of hidden states: the part that is the same for a request's life."""
+
+    task: str
+    """One of the pooler's tasks."""
+    dimensions: int | None = None
+    """Number of an embedding's elements that are kept; None for all."""
+    normalize: bool | None = None
+    """Whether an embedding is scaled to length 1; None for what the model was trained with."""
+    activation: bool | None = None
+    """Whether classes and scores go through the model's activation; None for True."""
+
+
 class PooledRows(msgspec.Struct, frozen=True, gc=False):
-    """A run of rows whose hidden states are returned, to be pooled into an embedding or a score."""
+    """A run of rows whose hidden states are pooled into an embedding, scores, or a vector for each row."""
 
     row: int
     """Index of the first row among the sequence's scheduled tokens."""
     num_rows: int
+    spec: PoolSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +172,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     pooled: PooledRows | None = None
     adapter: int = -1
     """The worker's slot of the LoRA adapter that these tokens run with; -1 for none."""
+    token_type_ids: tuple[int, ...] | None = None
+    """For each token, which text of a pair it belongs to; None for 0."""
 
     @property
     def end(self) -> int:
@@ -198,8 +214,10 @@ class StepResult(msgspec.Struct, frozen=True):
     """By index in `token_ids`, one row, where the draw wants it."""
     scored: dict[int, TokenLogprobs] = {}
     """By the sequence's index in the batch, one row for each scored token."""
-    pooled: dict[int, HiddenStates] = {}
-    """By the sequence's index in the batch, one row for each pooled row."""
+    pooled: dict[int, Pooled] = {}
+    """By the sequence's index in the batch, what the pooler made of its rows."""
+    pool_errors: dict[int, str] = {}
+    """By the sequence's index in the batch: how pooling failed there. Other sequences are not affected."""
     errors: dict[int, str] = {}
     """By index in `token_ids`: how a request's own work failed there. That token means nothing."""
 

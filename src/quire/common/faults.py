@@ -45,6 +45,7 @@ POINTS: dict[str, str] = {
     "grammar.mask": "a sequence's mask is filled; subject: its seq_id",
     "sampler.row": "a row of logits is changed (penalties, bias) before sampling; subject: the seq_id",
     "sampler.draw": "the tokens of all rows are sampled",
+    "pool.sequence": "a sequence's hidden states are pooled; subject: its seq_id",
     "scoring.rows": "the log-probabilities of prompt tokens are computed",
     "commit.sequence": "a sequence's result is committed; subject: the seq_id",
     "detokenizer.append": "a token is added to an output",

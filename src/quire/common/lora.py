@@ -11,6 +11,8 @@ from quire.common.errors import InvalidParamsError
 from quire.common.params.checks import check_flag, check_int, check_text, refuse
 
 MAX_NAME_LEN = 200
+MAX_PATH_LEN = 4096
+"""As Linux has it. Resolving the links of a path takes time that grows with the square of its length."""
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
@@ -37,6 +39,10 @@ class LoRARequest(msgspec.Struct, frozen=True):
         check_int("lora_int_id", self.lora_int_id, 1, 2**63 - 1, "an integer from 1")
         if not isinstance(self.lora_path, str | PathLike) or not str(self.lora_path).strip():
             raise refuse("lora_path", self.lora_path, "the folder of an adapter")
+        if len(self.path) > MAX_PATH_LEN:
+            raise InvalidParamsError(
+                f"lora_path has {len(self.path):,} characters; at most {MAX_PATH_LEN:,} are allowed"
+            )
         if self.base_model_name is not None:
             check_name("base_model_name", self.base_model_name)
         if self.tensorizer_config_dict:

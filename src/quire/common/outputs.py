@@ -1,12 +1,18 @@
 """Outputs of requests and sequences, and statistics of the engine. Attribute names are those of vLLM."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import msgspec
 
 from quire.common.lora import LoRARequest
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 FinishReason = Literal["stop", "length", "abort", "ignored"]
 
@@ -77,6 +83,9 @@ class RequestOutput:
     predicts. With output_kind "delta", only the first output has them."""
     lora_request: LoRARequest | None = None
     """The LoRA adapter that it used."""
+    pooled: npt.NDArray[np.float32] | None = None
+    """What the model's pooler made of the prompt: [size], or [num_tokens, size]. None unless it was a pooling request
+    that has succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +156,7 @@ class EngineStats:
     @property
     def kv_cache_usage(self) -> float:
         """Share of the blocks that sequences use."""
-        return self.num_used_blocks / self.num_blocks
+        return self.num_used_blocks / max(1, self.num_blocks)
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -177,3 +186,84 @@ class BeamSearchOutput:
     """Outputs, best first: by cum_logprob / output length ** length_penalty."""
     error: str | None = None
     """Why the search failed; None if it did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingOutput:
+    """What a pooler made of a text."""
+
+    data: npt.NDArray[np.float32]
+    """[size], or [num_tokens, size] for tasks that make a vector for each token. Empty if the request failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput(PoolingOutput):
+    """The embedding of a text."""
+
+    @property
+    def embedding(self) -> list[float]:
+        """The vector as a list, which is made anew each time; `data` is the array."""
+        return self.data.tolist()  # type: ignore[no-any-return]
+
+    @property
+    def hidden_size(self) -> int:
+        """Number of elements."""
+        return int(self.data.shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput(PoolingOutput):
+    """The classes of a text."""
+
+    @property
+    def probs(self) -> list[float]:
+        """The probability, or without activation the score, of each class."""
+        return self.data.tolist()  # type: ignore[no-any-return]
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return int(self.data.shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput(PoolingOutput):
+    """How well two texts fit together."""
+
+    @property
+    def score(self) -> float:
+        """The score; NaN if the request failed."""
+        return float(self.data.reshape(-1)[0]) if self.data.size else math.nan
+
+
+_Output = TypeVar("_Output", bound=PoolingOutput, covariant=True)
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[_Output]):
+    """The output of a pooling request; it has a single one, which is final."""
+
+    request_id: str
+    outputs: _Output
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int = 0
+    """Tokens whose keys and values came from the prefix cache."""
+    prompt: str | None = None
+    metrics: RequestMetrics | None = None
+    error: str | None = None
+    """Why the request failed; None if it did not."""
+    lora_request: LoRARequest | None = None
+    """The LoRA adapter that it used."""
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """The embedding of one text."""
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """The classes of one text."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """The score of one pair of texts."""

@@ -99,8 +99,19 @@ class EngineArgs(metaclass=_NamesChecked):
         "auto",
         "whose modules run the model: quire, transformers (quire[transformers]), or auto: quire's where there are any",
     )
+    runner: str = arg(
+        "auto", "generate, pooling (embeddings, scores, classes), or auto: what the architecture and its files say"
+    )
+    convert: str = arg(
+        "auto", "what a generating architecture becomes for pooling: embed, classify, reward or none; auto: embed"
+    )
     dtype: str = arg("auto", "auto, bfloat16 or float32; float16 checkpoints compute in bfloat16")
     quantization: str | None = arg(None, "int8 or int4: quantize the weights while they are loaded; none: do not")
+    weights_from_file: str = arg(
+        "auto",
+        "experts of a folder that `quire quantize` saved: auto (read from the file when they are needed, if the model "
+        "does not fit into memory), always, or never (all weights are copied to memory)",
+    )
     max_model_len: int | str | None = arg(
         None, 'largest length of prompt + output, in tokens; none or "auto": what the model and the cache allow'
     )
@@ -220,6 +231,9 @@ class EngineArgs(metaclass=_NamesChecked):
             hf_overrides=self.hf_overrides or {},
             override_generation_config=overridden,
             model_impl=self.model_impl,
+            weights_from_file=self.weights_from_file,
+            runner=self.runner,
+            convert=self.convert,
         )
         generation = model.generation_config if self._uses_generation_config() else overridden
         return dataclasses.replace(model, max_model_len=self._wanted_model_len(model), generation_config=generation)
@@ -285,7 +299,7 @@ class EngineArgs(metaclass=_NamesChecked):
 
     def _wanted_model_len(self, model: ModelConfig) -> int:
         if self.fits_model_len:
-            return model.max_position_embeddings
+            return model.max_model_len
         length = self.max_model_len
         if not isinstance(length, int) or length < 1:
             raise ConfigError(f'max_model_len={length!r}: must be a number of tokens, or "auto"')

@@ -44,6 +44,11 @@ class HFConfig(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def count(self, key: str, default: int = _REQUIRED) -> int:
+        """A count that may be 0."""
+        value = self._get(key, default)
+        return 0 if type(value) is int and value == 0 else self.size(key, default)
+
     def size(self, key: str, default: int = _REQUIRED) -> int:
         """A count or length: an integer of at least 1."""
         value = self._get(key, default)
@@ -124,15 +129,27 @@ def check_file(path: Path, max_bytes: int) -> None:
 def read_json_object(path: Path, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
     """Return the JSON object in `path`. Raises CheckpointError if the file is missing, too large or malformed, or if it
     contains something other than an object."""
+    values = _read_json(path, max_bytes)
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(values).__name__}, but must hold an object")
+    return values
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """As read_json_object, for a list."""
+    values = _read_json(path, _MAX_JSON_BYTES)
+    if not isinstance(values, list):
+        raise CheckpointError(f"{path} holds a JSON {type(values).__name__}, but must hold a list")
+    return values
+
+
+def _read_json(path: Path, max_bytes: int) -> Any:
     try:
         check_file(path, max_bytes)
-        values = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent} has no {path.name}: not a Hugging Face checkpoint folder") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON (half-written?): {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(values).__name__}, but must hold an object")
-    return values

@@ -75,6 +75,42 @@ class FullAttentionSpec(AttentionSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec(KVCacheSpec):
+    """Of each token one row, which the keys and values of all heads are made of (DeepSeek-AI 2024, "DeepSeek-V2")."""
+
+    rank: int
+    """The width of the latent."""
+    rotary_dim: int
+    """The width of the part of the keys that is rotated, and that all heads share."""
+    dtype: str
+    """`float32` or `bfloat16`."""
+
+    @property
+    def width(self) -> int:
+        """Of a row: the latent, and the rotated part behind it."""
+        return self.rank + self.rotary_dim
+
+    @property
+    def bytes_per_token(self) -> int:
+        """A row of one layer."""
+        return self.width * DTYPE_BYTES[self.dtype]
+
+    def block_bytes(self, block_size: int) -> int:
+        return block_size * self.bytes_per_token
+
+    def max_blocks(self, num_tokens: int, block_size: int, max_chunk: int | None) -> int:
+        return -(-num_tokens // block_size)
+
+    def with_dtype(self, dtype: str) -> LatentSpec:
+        if dtype not in DTYPE_BYTES:
+            raise ConfigError(
+                f"kv_cache_dtype={dtype!r}: this model keeps one latent for all heads of a token, which takes no dtype "
+                f"but {' and '.join(DTYPE_BYTES)}; leave it at auto"
+            )
+        return dataclasses.replace(self, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class SlidingWindowSpec(AttentionSpec):
     """A token sees at most the last `sliding_window` tokens, itself included, and older ones are not kept.
 
@@ -89,6 +125,17 @@ class SlidingWindowSpec(AttentionSpec):
         if max_chunk is None:
             return num_blocks
         return min(num_blocks, (self.sliding_window - 1 + max_chunk) // block_size + 3)
+
+
+@dataclass(frozen=True, slots=True)
+class NoCacheSpec(KVCacheSpec):
+    """Nothing is kept: all tokens of a sequence run in one step, and read each other there."""
+
+    def block_bytes(self, block_size: int) -> int:
+        return 0
+
+    def max_blocks(self, num_tokens: int, block_size: int, max_chunk: int | None) -> int:
+        return 0
 
 
 def attention_spec(num_kv_heads: int, head_dim: int, dtype: str, sliding_window: int | None = None) -> AttentionSpec:
@@ -142,9 +189,19 @@ class KVCacheConfig:
         """The whole host tier."""
         return self.num_host_blocks * self.block_bytes
 
+    @property
+    def bytes_per_token(self) -> float:
+        """What all layers keep of a token, as long as each of them keeps it."""
+        return sum(group.block_bytes(self.block_size) for group in self.groups) / self.block_size
+
     def blocks_to_hold(self, num_tokens: int) -> int:
         """Blocks, in all groups together, that a sequence may hold at once on its way to `num_tokens` tokens."""
         return sum(group.spec.max_blocks(num_tokens, self.block_size, self.max_chunk) for group in self.groups)
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether no layer keeps anything, so that sequences have no blocks and run whole in one step."""
+        return all(isinstance(group.spec, NoCacheSpec) for group in self.groups)
 
     @property
     def is_length_bounded(self) -> bool:

@@ -6,15 +6,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quire.common.errors import CheckpointError, check_choice
+from quire.common.errors import CheckpointError, ConfigError, check_choice
 from quire.common.log import logger
 from quire.config.checkpoint.formats import find_format
 from quire.config.checkpoint.gguf.files import read_gguf
 from quire.config.checkpoint.gguf.hf_values import generation_values, hf_values
 from quire.config.checkpoint.library import implementation
 from quire.config.checkpoint.location import CONFIG_FILE, EMBEDDED_CHECKPOINTS, Location
+from quire.config.checkpoint.runners import find_runner
+from quire.config.checkpoint.sentence_transformers import read_sentence_config
 from quire.config.hf_config import HFConfig, read_json_object
-from quire.config.quantization import check_quantization, read_quantization
+from quire.config.quantization import QUANT_METHOD, WEIGHTS_FROM_FILE, check_quantization, read_quantization
 
 _HALF = ("float16", "half", "fp16")
 _DTYPES = dict.fromkeys(("float32", "float", "fp32"), "float32")
@@ -22,6 +24,7 @@ _DTYPES |= dict.fromkeys(("bfloat16", "bf16", *_HALF), "bfloat16")
 """Maps the dtypes that may be given to those of the computation; the kernels do not support float16."""
 _STORED_DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16", "float64": "float32"}
 _MAX_LAYERS = 4096
+_MAX_HEADS = 65536
 GENERATION_FILE = "generation_config.json"
 
 
@@ -54,11 +57,18 @@ class ModelConfig:
     max_context_len: int
     """The largest max_model_len that may be given: max_position_embeddings, or more with rope scaling."""
     max_model_len: int
-    """Largest length of prompt and output together, in tokens; max_position_embeddings until the engine replaces it."""
+    """Largest length of prompt and output together, in tokens; until the engine replaces it, max_position_embeddings,
+    or the length that a model that pools was made for."""
     eos_token_ids: frozenset[int]
     """Those of generation_config.json, or else of config.json; may be empty."""
     model_impl: str = "quire"
     """Whose modules run the architecture: `quire` or `transformers`."""
+    weights_from_file: str = "auto"
+    """One of WEIGHTS_FROM_FILE; the memory plan replaces `auto` with `always` if the weights do not fit."""
+    runner: str = "generate"
+    """What the model does: `generate`, or `pooling` for embeddings, scores and classes."""
+    convert: str = "none"
+    """What a generating architecture is converted to for pooling: `embed`, `classify`, `reward`, or `none`."""
 
     @classmethod
     def resolve(
@@ -74,6 +84,9 @@ class ModelConfig:
         hf_overrides: Mapping[str, Any] = MappingProxyType({}),
         override_generation_config: Mapping[str, Any] = MappingProxyType({}),
         model_impl: str = "auto",
+        weights_from_file: str = "auto",
+        runner: str = "auto",
+        convert: str = "auto",
     ) -> "ModelConfig":
         """Find the checkpoint and read its config.
 
@@ -81,13 +94,15 @@ class ModelConfig:
         never touched), or a hub id `org/name`, which is downloaded: JSON, tokenizer and safetensors files, never
         pickles; with `org/name:Q4_K_M` or `gguf_file`, that GGUF file alone. `tokenizer` is the same, for the tokenizer
         files alone. The overrides replace values of config.json and
-        generation_config.json. `model_impl` is one of MODEL_IMPLS, where `auto` is Quire's own model if there is one.
-        Raises ConfigError for an unknown dtype or quantization,
+        generation_config.json. `model_impl` is one of MODEL_IMPLS, where `auto` is Quire's own model if there is one;
+        `weights_from_file` one of WEIGHTS_FROM_FILE. `runner` and `convert` are as `find_runner` says. Raises
+        ConfigError for an unknown dtype or quantization,
         UnsupportedModelError for a checkpoint that another tool quantized, and CheckpointError for a checkpoint that is
         missing or malformed.
         """
         check_choice("dtype", dtype, ("auto", *_DTYPES))
         check_quantization(quantization)
+        check_choice("weights_from_file", weights_from_file, WEIGHTS_FROM_FILE)
         name = EMBEDDED_CHECKPOINTS[0] if model is None else str(model)
         location = Location(name, gguf_file, revision, download_dir)
         path = location.find()
@@ -97,12 +112,18 @@ class ModelConfig:
         if hf.get("auto_map"):
             logger.warning("%s asks for its own code (auto_map): never run, the model of %s is", hf.source, model_impl)
         path = location.complete(path)
+        runner, convert = find_runner(architecture, path, runner, convert)
         generation = (_generation_config(path) if path.is_dir() else generation).replaced(override_generation_config)
         tokenizer_path = path if tokenizer is None else Location(str(tokenizer), None, None, download_dir).tokenizer()
         checkpoint_dtype = _checkpoint_dtype(hf, path)
         _check_layers(hf)
         max_positions = hf.size("max_position_embeddings")
         quant_method, quantization = read_quantization(hf, quantization, name)
+        if weights_from_file == "always" and quant_method != QUANT_METHOD:
+            raise ConfigError(
+                f"weights_from_file='always': the files of {name} do not have the matrices as the kernels read them; "
+                f"save them so with `quire quantize {name} FOLDER --quantization int4`, and give FOLDER as the model"
+            )
         eos = generation.token_ids("eos_token_id")
         return cls(
             model=name,
@@ -118,9 +139,12 @@ class ModelConfig:
             vocab_size=hf.size("vocab_size"),
             max_position_embeddings=max_positions,
             max_context_len=_max_context_len(hf, max_positions) if model_impl == "quire" else max_positions,
-            max_model_len=max_positions,
+            max_model_len=_trained_length(path, max_positions) if runner == "pooling" else max_positions,
             eos_token_ids=eos if eos is not None else hf.token_ids("eos_token_id") or frozenset(),
             model_impl=model_impl,
+            weights_from_file=weights_from_file,
+            runner=runner,
+            convert=convert,
         )
 
 
@@ -165,11 +189,15 @@ def _generation_config(path: Path) -> HFConfig:
 
 def _check_layers(hf: HFConfig) -> None:
     """Check the sizes that every decoder has, before anything is built from them."""
-    for key in ("hidden_size", "num_attention_heads"):
-        hf.size(key)
-    num_layers = hf.size("num_hidden_layers")
-    if num_layers > _MAX_LAYERS:
-        raise CheckpointError(f"{hf.source}: 'num_hidden_layers' is {num_layers}, more than {_MAX_LAYERS}")
+    hf.size("hidden_size")
+    for key, limit in (("num_hidden_layers", _MAX_LAYERS), ("num_attention_heads", _MAX_HEADS)):
+        if (number := hf.size(key)) > limit:
+            raise CheckpointError(f"{hf.source}: {key!r} is {number}, more than {limit}")
+
+
+def _trained_length(path: Path, max_positions: int) -> int:
+    """The tokens of the longest texts that an embedder was made for, which may be fewer than its positions."""
+    return min(max_positions, read_sentence_config(path).max_seq_length or max_positions)
 
 
 def _max_context_len(hf: HFConfig, max_positions: int) -> int:

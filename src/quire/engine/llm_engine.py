@@ -14,7 +14,7 @@ from quire.common.log import logger, show_messages
 from quire.common.lora import LoRARequest
 from quire.common.memory import give_back_memory
 from quire.common.outputs import EngineStats, RequestOutput
-from quire.common.params import BeamSearchParams, SamplingParams
+from quire.common.params import BeamSearchParams, PoolingParams, SamplingParams
 from quire.config.args import EngineArgs
 from quire.engine.adapters import AdapterTable, AnyAdapter
 from quire.engine.drafting.drafters import make_drafters
@@ -22,8 +22,9 @@ from quire.engine.drafting.drafting import Drafting
 from quire.engine.metrics import EngineMetrics, Metric
 from quire.engine.process.messages import Progress
 from quire.engine.requests.grammar_queue import GrammarQueue
-from quire.engine.requests.input_processor import InputProcessor, Prompt, recommended_params
+from quire.engine.requests.input_processor import InputProcessor, Prompt
 from quire.engine.requests.new_group import new_group, new_scoring_group
+from quire.engine.requests.recommended import recommended_params
 from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
 from quire.engine.scheduling.loaded_adapters import LoadedAdapters
 from quire.engine.scheduling.scheduler import Scheduler
@@ -39,8 +40,7 @@ from quire.text.tokenizer.callable_tokenizer import CallableTokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer
 
 _GRAMMAR_WAIT_S = 0.05
-_COPY_BYTES_PER_S = 5e9
-"""A cautious estimate of how fast all threads together copy blocks between the tiers."""
+_COPY_BYTES_PER_S = 5e9  # a cautious estimate of how fast all threads together copy blocks between the tiers
 
 
 class LLMEngine:
@@ -53,10 +53,10 @@ class LLMEngine:
     """
 
     def __init__(self, plan: MemoryPlan, executor: Executor, tokenizer: Tokenizer) -> None:
-        config = plan.config
-        self.plan = plan
+        self.plan, config = plan, plan.config
         self.model_config = config.model
-        self.executor = executor
+        self.executor, self.pooler = executor, executor.pooler
+        """The pooler says what the model can make of texts; None if it generates."""
         self.blocks = BlockSpaceManager(
             plan.kv_cache,
             enable_prefix_caching=config.cache.enable_prefix_caching,
@@ -103,7 +103,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         *,
         arrival_time: float | None = None,
         progress: Progress | None = None,
@@ -380,7 +380,7 @@ class LLMEngine:
 
     def _use_tokenizer(self, tokenizer: Tokenizer) -> None:
         model, self.tokenizer = self.model_config, tokenizer
-        self.inputs = InputProcessor(self.plan.config, tokenizer)
+        self.inputs = InputProcessor(self.plan.config, tokenizer, self.pooler)
         self.grammars = GrammarQueue(GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids))
 
     def stats(self) -> EngineStats:

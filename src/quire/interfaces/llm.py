@@ -2,45 +2,51 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-from msgspec.structs import replace
-
-from quire.common.errors import (
-    InvalidParamsError,
-    InvalidPromptError,
-    RequestError,
-    RequestFailedError,
-    failures_named,
-)
-from quire.common.interrupts import interrupt_deferred
-from quire.common.log import logger
+from quire.common.errors import InvalidParamsError, InvalidPromptError, RequestError, RequestFailedError
 from quire.common.outputs import (
     BeamSearchOutput,
-    BeamSearchSequence,
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
     RequestOutput,
+    ScoringRequestOutput,
     TokenScores,
 )
-from quire.common.params import BeamSearchParams, SamplingParams
-from quire.common.progress import BarChoice, PromptsBar
+from quire.common.params import BeamSearchParams, PoolerInfo, PoolingParams, PoolingTask, SamplingParams
+from quire.common.progress import BarChoice
 from quire.config.args import EngineArgs
 from quire.engine.adapters import AnyAdapter
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.metrics import Metric
 from quire.engine.requests.input_processor import Prompt
+from quire.engine.requests.pooling import CANNOT_POOL
 from quire.interfaces.logits_processors import EngineProcessors, LogitsProcessor
-from quire.interfaces.prompts import adapters_of, is_conversation, listed_prompts, prioritized, rejected, token_scores
+from quire.interfaces.pooling import CLASSES, EMBEDDINGS, SCORES, VECTORS, ScoredPairs, pooling_output, pooling_params
+from quire.interfaces.prompts import (
+    adapters_of,
+    beam_search_output,
+    is_conversation,
+    listed_prompts,
+    made_prompts,
+    params_per_prompt,
+    prioritized,
+    token_scores,
+)
+from quire.interfaces.running import Run, request_ids, run_pooling
 from quire.kv.prefix_cache.pins import PinnedPrefix
 from quire.text.tokenizer.callable_tokenizer import CallableTokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 """Messages, each with a `role` and a `content`."""
+_Pooled = TypeVar("_Pooled", bound=PoolingRequestOutput[Any])
 
 
 class LLM:
@@ -61,7 +67,7 @@ class LLM:
     ) -> None:
         self.engine = LLMEngine.from_args(EngineArgs(model=model if model is None else str(model), **kwargs))
         self._processors = EngineProcessors(logits_processors or (), self.engine.plan.config)
-        self._request_ids = _request_ids()
+        self._request_ids = request_ids()
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLM:
@@ -79,7 +85,7 @@ class LLM:
         llm = cls.__new__(cls)
         llm.engine = engine
         llm._processors = EngineProcessors((), engine.plan.config)
-        llm._request_ids = _request_ids()
+        llm._request_ids = request_ids()
         return llm
 
     def generate(
@@ -123,23 +129,7 @@ class LLM:
             raise InvalidParamsError(f"params must be BeamSearchParams, not {type(params).__name__}")
         listed, alone = listed_prompts(prompts)
         outputs = self._generate(listed, [params] * len(listed), alone, use_tqdm, lora_request)
-        return [self._beam_search_output(output, params) for output in outputs]
-
-    def _beam_search_output(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
-        """Return the output with the prompt at the beginning of each sequence, as in vLLM."""
-        found = [beam for beam in output.outputs if beam.finish_reason != "ignored"]
-        sequences = [
-            BeamSearchSequence(
-                output.prompt_token_ids + beam.token_ids,
-                beam.cumulative_logprob or 0.0,
-                finish_reason=beam.finish_reason,
-                stop_reason=beam.stop_reason,
-            )
-            for beam in found
-        ]
-        for sequence in sequences if params.detokenize else ():
-            sequence.text = self.engine.tokenizer.decode(sequence.tokens, params.skip_special_tokens)
-        return BeamSearchOutput(sequences, output.error)
+        return [beam_search_output(output, params, self.engine.tokenizer) for output in outputs]
 
     def chat(
         self,
@@ -163,24 +153,16 @@ class LLM:
         alone = is_conversation(messages)
         conversations: list[Any] = [messages] if alone else list(messages)
         params = self._params_per_prompt(sampling_params, len(conversations))
-        prompts: list[Prompt | RequestError | RequestFailedError] = []
-        for conversation in conversations:
-            try:
-                with failures_named(f"number {len(prompts)}", "when its prompt was made"):
-                    prompts.append(
-                        self.chat_prompt(
-                            conversation,
-                            chat_template=chat_template,
-                            add_generation_prompt=add_generation_prompt,
-                            continue_final_message=continue_final_message,
-                            tools=tools,
-                            content_format=chat_template_content_format,
-                            **(chat_template_kwargs or {}),
-                        )
-                    )
-            except (RequestError, RequestFailedError) as error:
-                prompts.append(error)
-        return self._generate(prompts, params, alone, use_tqdm, lora_request)
+        make_prompt = partial(
+            self.chat_prompt,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            content_format=chat_template_content_format,
+            **(chat_template_kwargs or {}),
+        )
+        return self._generate(made_prompts(conversations, make_prompt), params, alone, use_tqdm, lora_request)
 
     def chat_prompt(self, messages: Conversation, **template_arguments: Any) -> dict[str, Any]:
         """Return a conversation's prompt as `generate` takes it; for arguments see Tokenizer.apply_chat_template."""
@@ -237,7 +219,108 @@ class LLM:
                 request_id, contexts[place], continuations[place], lora_request=adapters[place]
             )
 
-        return [token_scores(output) for output in self._run(contexts, add, True, use_tqdm)]
+        run = Run(self.engine, self._request_ids, contexts, add, alone=True)
+        return [token_scores(output) for output in run.outputs(use_tqdm)]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: PoolingTask | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: BarChoice = True,
+        lora_request: AnyAdapter | Sequence[AnyAdapter] = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Pool one text or each of a list, as `pooling_task` says, and return the outputs in the order of the texts.
+
+        The model must pool (docs/embeddings.md). Prompts have the forms of `generate`, and invalid ones are handled as
+        there. `pooling_task` and `truncate_prompt_tokens` replace those of the parameters.
+        """
+        given = {"task": pooling_task, "truncate_prompt_tokens": truncate_prompt_tokens}
+        return self._pool(VECTORS, prompts, pooling_params, given, use_tqdm, lora_request)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: BarChoice = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: AnyAdapter | Sequence[AnyAdapter] = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each text: `encode` with the task `embed`."""
+        given = {"task": "embed", "truncate_prompt_tokens": truncate_prompt_tokens}
+        return self._pool(EMBEDDINGS, prompts, pooling_params, given, use_tqdm, lora_request)
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: BarChoice = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: AnyAdapter | Sequence[AnyAdapter] = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Return the probabilities of each text's classes: `encode` with the task `classify`."""
+        return self._pool(CLASSES, prompts, pooling_params, {"task": "classify"}, use_tqdm, lora_request)
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: BarChoice = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: AnyAdapter | Sequence[AnyAdapter] = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return a reward model's values: of each token if it has the task `token_classify`, otherwise of each text."""
+        task: PoolingTask = "token_classify" if "token_classify" in self._pooler().tasks else "classify"
+        given = {"task": task, "truncate_prompt_tokens": truncate_prompt_tokens}
+        return self._pool(VECTORS, prompts, pooling_params, given, use_tqdm, lora_request)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: BarChoice = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: AnyAdapter | Sequence[AnyAdapter] = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well texts fit together: one text with each of `data_2`, or each with its own.
+
+        A cross-encoder reads both texts of a pair at once. With an embedder the score is the cosine of the angle
+        between their embeddings.
+        """
+        pairs = ScoredPairs.of(data_1, data_2)
+        given = {"task": "score", "truncate_prompt_tokens": truncate_prompt_tokens}
+        if "score" in self._pooler().tasks:
+            return self._pool(SCORES, list(pairs), pooling_params, given, use_tqdm, lora_request)
+        texts, given["task"] = [*pairs.firsts, *pairs.seconds], "embed"
+        return pairs.by_cosine(self._pool(EMBEDDINGS, texts, pooling_params, given, use_tqdm, lora_request))
+
+    def _pooler(self) -> PoolerInfo:
+        """Return what the model can pool. Raises RequestError if it generates."""
+        if self.engine.pooler is None:
+            raise RequestError(CANNOT_POOL)
+        return self.engine.pooler
+
+    def _pool(
+        self,
+        kind: tuple[type[_Pooled], type[PoolingOutput]],
+        prompts: Any,
+        params: PoolingParams | Sequence[PoolingParams] | None,
+        given: Mapping[str, Any],
+        use_tqdm: BarChoice,
+        lora_request: AnyAdapter | Sequence[AnyAdapter],
+    ) -> list[_Pooled]:
+        """Run pooling requests; what is `given` and not None replaces values of the parameters."""
+        self._pooler()
+        listed, alone = listed_prompts(prompts)
+        wanted, adapters = pooling_params(params, given, len(listed)), adapters_of(lora_request, len(listed))
+        pooled = run_pooling(self.engine, self._request_ids, listed, wanted, adapters, alone=alone, use_tqdm=use_tqdm)
+        return [pooling_output(output, *kind) for output in pooled]
 
     def pin_prefix(self, prompt: Prompt, *, lora_request: AnyAdapter = None) -> PinnedPrefix:
         """Keep the KV cache blocks of a prompt until `unpin_prefix`, computing them first if they are not cached.
@@ -268,9 +351,8 @@ class LLM:
         """Return the checkpoint's recommended parameters, with SamplingParams' defaults for the rest."""
         return self.engine.default_sampling_params()
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The same as `default_sampling_params`, under vLLM's name."""
-        return self.default_sampling_params()
+    get_default_sampling_params = default_sampling_params
+    """vLLM's name."""
 
     def get_metrics(self) -> list[Metric]:
         """Return the engine's metrics of docs/metrics.md, as objects of quire.v1.metrics.reader."""
@@ -291,18 +373,8 @@ class LLM:
         self.engine.wake_up()
 
     def _params_per_prompt(self, given: Any, num_prompts: int) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            shared = replace(given or self.default_sampling_params(), output_kind="final_only")
-            return [self._processors.added_to(shared) for _ in range(num_prompts)]
-        listed = list(given) if isinstance(given, Sequence) else [given]
-        for params in listed:
-            if not isinstance(params, SamplingParams):
-                raise InvalidParamsError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
-        if len(listed) != num_prompts:
-            raise InvalidParamsError(
-                f"{len(listed)} sampling_params for {num_prompts} prompts: give one for all, or one for each"
-            )
-        return [replace(self._processors.added_to(params), output_kind="final_only") for params in listed]
+        default = self.default_sampling_params() if given is None else given
+        return [self._processors.added_to(params) for params in params_per_prompt(default, num_prompts)]
 
     def _generate(
         self,
@@ -313,6 +385,7 @@ class LLM:
         lora_request: AnyAdapter | Sequence[AnyAdapter],
     ) -> list[RequestOutput]:
         """Run requests; an item of `prompts` may be the error that making the prompt raised."""
+        self.engine.inputs.check_generates()
         adapters = adapters_of(lora_request, len(prompts))
 
         def add(request_id: str, place: int) -> None:
@@ -321,52 +394,4 @@ class LLM:
                 raise prompt
             self.engine.add_request(request_id, prompt, params[place], lora_request=adapters[place])
 
-        return self._run(prompts, add, alone, use_tqdm)
-
-    def _bar(self, num_prompts: int, use_tqdm: BarChoice) -> PromptsBar:
-        return PromptsBar(num_prompts, self.engine.stats, lambda: len(self.engine.grammars), use_tqdm)
-
-    def _run(
-        self, prompts: Sequence[Any], add: Callable[[str, int], None], alone: bool, use_tqdm: BarChoice
-    ) -> list[RequestOutput]:
-        """Run all requests to their end. `add(request_id, i)` queues the request for prompt i.
-
-        With `alone`, an invalid request raises; otherwise its error is in its output.
-        """
-        outputs: list[RequestOutput | None] = [None] * len(prompts)
-        places: dict[str, int] = {}
-        with closing(self._bar(len(prompts), use_tqdm)) as bar:
-            try:
-                for i, prompt in enumerate(prompts):
-                    request_id = next(self._request_ids)
-                    try:
-                        add(request_id, i)
-                        places[request_id] = i
-                    except (RequestError, RequestFailedError) as error:
-                        if alone:
-                            raise
-                        outputs[i] = rejected(request_id, prompt, error)
-                        bar.update(1)
-                while places:
-                    with interrupt_deferred():
-                        changed = self.engine.step()
-                    finished = [output for output in changed if output.request_id in places]
-                    for output in finished:
-                        outputs[places.pop(output.request_id)] = output
-                    bar.update(len(finished))
-            except BaseException:
-                for request_id in places:
-                    self.engine.abort_request(request_id)
-                raise
-        done = [output for output in outputs if output is not None]
-        for i, output in enumerate(done):
-            if output.error is not None:
-                ignored = output.outputs[0].finish_reason == "ignored"
-                if alone and ignored:
-                    raise RequestError(output.error)
-                logger.warning("prompt %d %s: %s", i, "was not run" if ignored else "was cut short", output.error)
-        return done
-
-
-def _request_ids() -> Iterator[str]:
-    return (f"llm-{i}" for i in itertools.count())
+        return Run(self.engine, self._request_ids, prompts, add, alone=alone).outputs(use_tqdm)

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
-from quire.common.errors import InvalidParamsError, InvalidPromptError, QuireError, RequestError
-from quire.common.outputs import CompletionOutput, RequestOutput, TokenScores
-from quire.common.params import SamplingParams
+from quire.common.errors import (
+    InvalidParamsError,
+    InvalidPromptError,
+    QuireError,
+    RequestError,
+    RequestFailedError,
+    failures_named,
+)
+from quire.common.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    RequestOutput,
+    TokenScores,
+)
+from quire.common.params import BeamSearchParams, SamplingParams
 from quire.engine.adapters import AnyAdapter
+from quire.engine.requests.input_processor import Prompt
+from quire.text.tokenizer.tokenizer import Tokenizer
 
 
 def prioritized(params: list[SamplingParams], priority: int | Sequence[int] | None) -> list[SamplingParams]:
@@ -23,6 +38,36 @@ def prioritized(params: list[SamplingParams], priority: int | Sequence[int] | No
             f"{len(listed)} priorities for {len(params)} prompts: give one for all, or one for each"
         )
     return [replace(each, priority=number) for each, number in zip(params, listed, strict=True)]
+
+
+def made_prompts(
+    given: Sequence[Any], make: Callable[[Any], Prompt]
+) -> list[Prompt | RequestError | RequestFailedError]:
+    """Return the prompts that `make` makes, and in the place of one that it cannot make the error."""
+    prompts: list[Prompt | RequestError | RequestFailedError] = []
+    for each in given:
+        try:
+            with failures_named(f"number {len(prompts)}", "when its prompt was made"):
+                prompts.append(make(each))
+        except (RequestError, RequestFailedError) as error:
+            prompts.append(error)
+    return prompts
+
+
+def params_per_prompt(given: Any, num_prompts: int) -> list[SamplingParams]:
+    """Return parameters for each prompt, given one for all or one for each, that ask for the final output only. Raises
+    InvalidParamsError."""
+    if isinstance(given, SamplingParams):
+        return [replace(given, output_kind="final_only")] * num_prompts
+    listed = list(given) if isinstance(given, Sequence) else [given]
+    for params in listed:
+        if not isinstance(params, SamplingParams):
+            raise InvalidParamsError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
+    if len(listed) != num_prompts:
+        raise InvalidParamsError(
+            f"{len(listed)} sampling_params for {num_prompts} prompts: give one for all, or one for each"
+        )
+    return [replace(params, output_kind="final_only") for params in listed]
 
 
 def adapters_of(lora_request: AnyAdapter | Sequence[AnyAdapter], num_prompts: int) -> list[AnyAdapter]:
@@ -62,6 +107,23 @@ def token_scores(output: RequestOutput) -> TokenScores:
         ranks=[entry.rank or 0 for entry in entries],
         num_cached_tokens=output.num_cached_tokens,
     )
+
+
+def beam_search_output(output: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer) -> BeamSearchOutput:
+    """Return the output of a beam search with the prompt at the beginning of each sequence, as in vLLM."""
+    found = [beam for beam in output.outputs if beam.finish_reason != "ignored"]
+    sequences = [
+        BeamSearchSequence(
+            output.prompt_token_ids + beam.token_ids,
+            beam.cumulative_logprob or 0.0,
+            finish_reason=beam.finish_reason,
+            stop_reason=beam.stop_reason,
+        )
+        for beam in found
+    ]
+    for sequence in sequences if params.detokenize else ():
+        sequence.text = tokenizer.decode(sequence.tokens, params.skip_special_tokens)
+    return BeamSearchOutput(sequences, output.error)
 
 
 def is_conversation(messages: Any) -> bool:

@@ -1,6 +1,6 @@
 """One thin wrapper per kernel: it checks its arguments and calls the backend of the device that they are on."""
 
-from quire.kernels.attention import paged_attention
+from quire.kernels.attention import encoder_attention, latent_attention, paged_attention
 from quire.kernels.backends import backend_for, backend_of, isa, num_threads, register_backend, set_num_threads
 from quire.kernels.backends.base import Backend
 from quire.kernels.backends.recording import KernelGraph
@@ -13,17 +13,27 @@ from quire.kernels.elementwise import (
     add_rms_norm,
     clip,
     gated_activation,
+    head_layer_norm,
     layer_norm,
     rms_norm,
     scale,
     softcap,
 )
-from quire.kernels.embedding import embedding, rotary_embedding
-from quire.kernels.experts.products import combine_experts, expert_matmul, group_by_expert, route
-from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
-from quire.kernels.kv_cache import copy_blocks, copy_slots, gather_kv, make_layer_cache, write_kv
+from quire.kernels.embedding import embedding, embedding_norm, pool_rows, rotary_embedding
+from quire.kernels.experts.products import combine_experts, expert_matmul, group_by_expert, read_ahead, route
+from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights, Routing
+from quire.kernels.kv_cache import (
+    copy_blocks,
+    copy_latent_slots,
+    copy_slots,
+    gather_kv,
+    make_latent_cache,
+    make_layer_cache,
+    write_kv,
+    write_latents,
+)
 from quire.kernels.lora import add_lora, pack_lora
-from quire.kernels.matmul import matmul, pack_weight, unpack_weight
+from quire.kernels.matmul import matmul, multiply_heads, pack_heads, pack_weight, unpack_weight
 from quire.kernels.quantized import (
     block_size,
     integer_format,
@@ -32,13 +42,15 @@ from quire.kernels.quantized import (
     pack_integers,
     quantize_weight,
     quantized_bytes,
+    weight_copy,
 )
 from quire.kernels.sampling.draws import processed_logits, sample, top_logprobs
 from quire.kernels.sampling.tensors import LogitChanges, SamplingTensors, TokenLists
-from quire.kernels.variants import XIELU, ActivationKind, AttentionVariant, ClampedSwiGLU
+from quire.kernels.variants import XIELU, ActivationKind, AttentionVariant, ClampedSwiGLU, DistanceTerms, EncoderVariant
 from quire.kernels.weights import (
     BLOCK_FORMATS,
     QUANTIZED_FORMATS,
+    HeadWeights,
     LoRATable,
     LoRAWeight,
     Matrix,
@@ -55,8 +67,12 @@ __all__ = [
     "AttentionVariant",
     "Backend",
     "ClampedSwiGLU",
+    "DistanceTerms",
+    "EncoderVariant",
+    "ExpertFiles",
     "ExpertRows",
     "ExpertWeights",
+    "HeadWeights",
     "KernelGraph",
     "LoRATable",
     "LoRAWeight",
@@ -82,27 +98,37 @@ __all__ = [
     "clip",
     "combine_experts",
     "copy_blocks",
+    "copy_latent_slots",
     "copy_slots",
     "embedding",
+    "embedding_norm",
+    "encoder_attention",
     "expert_matmul",
     "gated_activation",
     "gather_kv",
     "group_by_expert",
+    "head_layer_norm",
     "integer_format",
     "isa",
+    "latent_attention",
     "layer_norm",
+    "make_latent_cache",
     "make_layer_cache",
     "mapped_weight",
     "matmul",
+    "multiply_heads",
     "num_threads",
     "pack_blocks",
+    "pack_heads",
     "pack_integers",
     "pack_lora",
     "pack_weight",
     "paged_attention",
+    "pool_rows",
     "processed_logits",
     "quantize_weight",
     "quantized_bytes",
+    "read_ahead",
     "register_backend",
     "rms_norm",
     "rotary_embedding",
@@ -113,5 +139,7 @@ __all__ = [
     "softcap",
     "top_logprobs",
     "unpack_weight",
+    "weight_copy",
     "write_kv",
+    "write_latents",
 ]

@@ -1,4 +1,4 @@
-"""Causal attention over the paged KV cache, for decode, chunks and whole prompts in one call."""
+"""Attention: causal over the paged KV cache, for decode, chunks and whole prompts in one call, or of whole texts."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
 from quire.kernels.checks import DTYPES, kernel_errors, refusal
 from quire.kernels.kv_cache import cache_is_valid
-from quire.kernels.variants import PLAIN, AttentionVariant
+from quire.kernels.variants import PLAIN, UNMASKED, AttentionVariant, DistanceTerms, EncoderVariant
 
 
 def paged_attention(
@@ -47,6 +47,120 @@ def paged_attention(
         return backend.paged_attention(query, k_cache, v_cache, query_start, seq_lens, block_tables, scale, variant)
 
 
+def latent_attention(
+    query: Tensor,
+    cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    value_dim: int,
+    scale: float,
+) -> Tensor:
+    """Attention over latents, as backends/reference_attention.py defines it -> [num_tokens, num_heads, value_dim].
+
+    query [num_tokens, num_heads, width], contiguous; cache as make_latent_cache makes it. All else, and what is
+    promised of the bits, is as for paged_attention.
+    """
+    backend = backend_of(cache)
+    fits = (
+        backend.latent.is_cache(cache)
+        and backend.holds(query)
+        and query.dtype is cache.dtype
+        and query.dim() == 3
+        and query.shape[1] > 0
+        and query.shape[2] == cache.shape[2]
+        and query.is_contiguous()
+        and 0 < value_dim <= cache.shape[2]
+        and _tables_match(backend, query_start, seq_lens, block_tables)
+    )
+    if not fits:
+        given = {"query": query, "cache": cache, "query_start": query_start, "seq_lens": seq_lens}
+        raise refusal("latent_attention", _LATENT_TAKES, **given, block_tables=block_tables, value_dim=value_dim)
+    with kernel_errors():
+        return backend.latent.attention(query, cache, query_start, seq_lens, block_tables, value_dim, scale)
+
+
+def encoder_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    variant: EncoderVariant = UNMASKED,
+    terms: DistanceTerms | None = None,
+) -> Tensor:
+    """Attention of whole sequences, as backends/reference_attention.py defines it -> as query, in new memory.
+
+    query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim], from token to token
+    with any stride; query_start [num_seqs + 1] and seq_lens [num_seqs] int32, of which the first says where sequences
+    begin, and the second repeats how long they are.
+
+    With the native kernels each row has the same bits whatever other sequences are in the batch.
+    """
+    backend = backend_of(query)
+    heads = key.shape[1] if len(key.shape) == 3 else 0
+    fits = (
+        query.dtype in DTYPES
+        and heads > 0
+        and all(_are_heads(backend, x, query) for x in (query, key, value))
+        and key.shape == value.shape
+        and query.shape[1] % heads == 0
+        and (query.shape[2] * query.dtype.itemsize) % 4 == 0
+        and _lens_match(backend, query_start, seq_lens)
+        and _is_of_heads(backend, variant.slopes, query.shape[1])
+        and (variant.bias is None or _is_bias(backend, variant.bias, query.shape[1]))
+        and (terms is None or _are_terms(backend, terms, query))
+    )
+    if not fits:
+        given: dict[str, object] = {"query": query, "key": key, "value": value, "query_start": query_start}
+        given |= {"seq_lens": seq_lens, "slopes": variant.slopes, "bias": variant.bias, "terms": terms}
+        raise refusal("encoder_attention", _ENCODER_TAKES, **given)
+    with kernel_errors():
+        return backend.encoder.attention(query, key, value, query_start, seq_lens, scale, variant, terms)
+
+
+def _are_heads(backend: Backend, x: Tensor, query: Tensor) -> bool:
+    """Whether the heads of each token of x lie together, as many tokens as the query has, and of its width."""
+    shape, like = x.shape, query.shape
+    return (
+        len(shape) == 3
+        and len(like) == 3
+        and x.dtype is query.dtype
+        and (shape[0], shape[2]) == (like[0], like[2])
+        and (x.is_contiguous() or x.stride()[1:] == (shape[2], 1))
+        and backend.holds(x)
+    )
+
+
+def _is_bias(backend: Backend, bias: Tensor, num_heads: int) -> bool:
+    shape = bias.shape
+    is_table = len(shape) == 2 and shape[0] == num_heads and shape[1] >= 16 and shape[1] % 2 == 0
+    return is_table and bias.dtype is torch.float32 and bias.is_contiguous() and backend.holds(bias)
+
+
+def _are_terms(backend: Backend, terms: DistanceTerms, query: Tensor) -> bool:
+    tables = [table for table in (terms.of_query, terms.of_key) if table is not None]
+    term = terms.term
+    return (
+        all(
+            table.dtype is torch.float32
+            and len(table.shape) == 3
+            and table.shape[:2] == query.shape[:2]
+            and table.shape == tables[0].shape
+            and table.is_contiguous()
+            and backend.holds(table)
+            for table in tables
+        )
+        and term.dtype is torch.int32
+        and len(term.shape) == 1
+        and term.shape[0] % 2 == 1
+        and term.is_contiguous()
+        and backend.holds(term)
+        and len(tables) > 0
+    )
+
+
 def _query_matches(query: Tensor, v_cache: Tensor) -> bool:
     shape, (_, num_kv_heads, _, head_dim) = query.shape, v_cache.shape
     return (
@@ -69,26 +183,45 @@ def _is_of_heads(backend: Backend, numbers: Tensor | None, num_heads: int) -> bo
     )
 
 
-def _tables_match(backend: Backend, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor) -> bool:
-    holds, lens, tables = backend.holds, seq_lens.shape, block_tables.shape
+def _lens_match(backend: Backend, query_start: Tensor, seq_lens: Tensor) -> bool:
     return (
-        holds(query_start)
-        and holds(seq_lens)
-        and holds(block_tables)
-        and query_start.dtype is seq_lens.dtype is block_tables.dtype is torch.int32
-        and len(lens) == 1
-        and len(tables) == 2
-        and query_start.shape == (lens[0] + 1,)
-        and tables[0] == lens[0]
+        backend.holds(query_start)
+        and backend.holds(seq_lens)
+        and query_start.dtype is seq_lens.dtype is torch.int32
+        and len(seq_lens.shape) == 1
+        and query_start.shape == (seq_lens.shape[0] + 1,)
         and query_start.is_contiguous()
         and seq_lens.is_contiguous()
+    )
+
+
+def _tables_match(backend: Backend, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor) -> bool:
+    tables = block_tables.shape
+    return (
+        _lens_match(backend, query_start, seq_lens)
+        and backend.holds(block_tables)
+        and block_tables.dtype is torch.int32
+        and len(tables) == 2
+        and tables[0] == seq_lens.shape[0]
         and (block_tables.is_contiguous() or block_tables.stride(1) == 1)
     )
 
 
+_LATENT_TAKES = (
+    "contiguous query [num_tokens, num_heads, width] and cache [num_blocks, block_size, width] as make_latent_cache "
+    "makes it, of the same dtype, int32 query_start [num_seqs + 1], seq_lens [num_seqs] and block_tables "
+    "[num_seqs, max_blocks], all on one device, and a value_dim up to width"
+)
 _TAKES = (
     "query [num_tokens, num_heads, head_dim] with each token's heads contiguous and num_heads a multiple of "
     "num_kv_heads, k_cache and v_cache as make_layer_cache makes them, of the same dtype or int8, int32 query_start "
     "[num_seqs + 1], seq_lens [num_seqs] and block_tables [num_seqs, max_blocks], contiguous float32 sinks and "
     "slopes [num_heads] or None, all on one device"
+)
+_ENCODER_TAKES = (
+    "query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim] float32 or bfloat16 "
+    "with each token's heads contiguous, num_heads a multiple of num_kv_heads and heads of whole four bytes, int32 "
+    "query_start [num_seqs + 1] and seq_lens [num_seqs], contiguous float32 slopes [num_heads] and bias [num_heads, "
+    "2 * reach + 16] or None, terms of float32 [num_tokens, num_heads, num_terms] and int32 [2 * reach + 1] or None, "
+    "all on one device"
 )

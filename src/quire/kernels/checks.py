@@ -13,6 +13,10 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu")
 """The kinds of activation without parameters. A kind's index here is its number in csrc/kernel_table.h."""
 
 
+POOLINGS = ("mean", "sum_by_root", "weighted_mean", "max")
+"""The ways of pooling rows. A way's index here is its number in csrc/kernel_table.h."""
+
+
 def describe(value: object) -> str:
     """Shape, strides, dtype and device of a tensor; the repr of anything else."""
     if not isinstance(value, Tensor):

@@ -72,6 +72,23 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | N
     return backend.add_layer_norm(x, residual, weight, bias, eps)
 
 
+def head_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm of each head by weights of its own, as reference.head_layer_norm, into a new contiguous tensor.
+
+    x [num_tokens, num_heads, head_dim] float32 or bfloat16, of which only the last dimension must be contiguous; weight
+    and bias [num_heads, head_dim] float32; no bias: None.
+    """
+    backend = backend_of(x)
+    if (
+        x.dim() != 3
+        or x.dtype not in DTYPES
+        or x.stride(2) != 1
+        or not all(each is None or _is_float32(backend, each, x.shape[1:]) for each in (weight, bias))
+    ):
+        raise refusal("head_layer_norm", _HEAD_LAYER_NORM_TAKES, x=x, weight=weight, bias=bias)
+    return backend.head_layer_norm(x, weight, bias, eps)
+
+
 def activation(x: Tensor, kind: ActivationKind) -> Tensor:
     """Apply `kind` to each element of x [..., width] float32 or bfloat16, contiguous, into a new tensor."""
     if x.dtype not in DTYPES or not _is_plain(kind) or not x.is_contiguous():
@@ -104,10 +121,13 @@ def scale(x: Tensor, factor: float) -> None:
 def clip(x: Tensor, limit: float) -> None:
     """Elements outside of [-limit, limit] become the nearer end, in place; a NaN stays NaN.
 
-    x of any shape, float32 or bfloat16, contiguous; limit above 0, rounded to x's dtype.
+    x of any shape, float32 or bfloat16, contiguous, or a view [num_tokens, num_heads, head_dim] in which each token's
+    heads are; limit above 0, rounded to x's dtype.
     """
-    if x.dtype not in DTYPES or not x.is_contiguous() or not limit > 0:
-        raise refusal("clip", "x float32 or bfloat16, contiguous, and a limit above 0", x=x, limit=limit)
+    is_dense = x.is_contiguous() or (x.dim() == 3 and x[:1].is_contiguous())
+    if x.dtype not in DTYPES or not is_dense or not limit > 0:
+        takes = "x float32 or bfloat16, contiguous or with contiguous heads of each token, and a limit above 0"
+        raise refusal("clip", takes, x=x, limit=limit)
     backend_of(x).clip(x, limit)
 
 
@@ -127,8 +147,12 @@ def _are_weights(backend: Backend, weight: Tensor, bias: Tensor | None, width: i
 
 
 def _is_vector(backend: Backend, weight: Tensor, width: int) -> bool:
+    return _is_float32(backend, weight, (width,))
+
+
+def _is_float32(backend: Backend, weight: Tensor, shape: tuple[int, ...]) -> bool:
     is_float32 = weight.dtype is torch.float32
-    return is_float32 and weight.shape == (width,) and weight.is_contiguous() and backend.holds(weight)
+    return is_float32 and weight.shape == shape and weight.is_contiguous() and backend.holds(weight)
 
 
 def _are_rows(backend: Backend, shape: torch.Size, x: Tensor, residual: Tensor) -> bool:
@@ -149,6 +173,10 @@ _RMS_NORM_TAKES = (
     f"dimension, and a {_WEIGHTS}"
 )
 _LAYER_NORM_TAKES = f"x [..., hidden] float32 or bfloat16, contiguous, and a {_WEIGHTS}"
+_HEAD_LAYER_NORM_TAKES = (
+    "x [num_tokens, num_heads, head_dim] float32 or bfloat16 with stride 1 in the last dimension, and float32 weight "
+    "(and bias) [num_heads, head_dim], contiguous, on the same device"
+)
 _ADD_TAKES = (
     "x and residual [..., hidden] of equal shape and dtype, float32 or bfloat16, contiguous, on one device; for a "
     f"norm, {_WEIGHTS}"

@@ -19,6 +19,46 @@ def make_layer_cache(
     return backend_of(buffer).make_layer_cache(buffer, num_blocks, block_size, num_kv_heads, head_dim, dtype)
 
 
+def make_latent_cache(buffer: Tensor, num_blocks: int, block_size: int, width: int, dtype: torch.dtype) -> Tensor:
+    """View a buffer, as that of `make_layer_cache`, as the latents of one layer of multi-head latent attention:
+    [num_blocks, block_size, width] float32 or bfloat16."""
+    return backend_of(buffer).latent.make_cache(buffer, num_blocks, block_size, width, dtype)
+
+
+def write_latents(latents: Tensor, rotary: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Store new latents [num_tokens, rank], and behind each its part of the keys that is rotated,
+    [num_tokens, width - rank], in slots [num_tokens] int64. From token to token both have any stride."""
+    backend = backend_of(cache)
+    fits = (
+        backend.latent.is_cache(cache)
+        and all(backend.holds(x) and x.dtype is cache.dtype and x.dim() == 2 for x in (latents, rotary))
+        and all(x.is_contiguous() or x.stride(1) == 1 for x in (latents, rotary))
+        and latents.shape[1] + rotary.shape[1] == cache.shape[2]
+        and len(latents) == len(rotary) == len(slots)
+        and _ids_are_valid(backend, slots, 1)
+    )
+    if not fits:
+        raise refusal("write_latents", _LATENTS_TAKE, latents=latents, rotary=rotary, cache=cache, slots=slots)
+    with kernel_errors():
+        backend.latent.write(latents, rotary, cache, slots)
+
+
+def copy_latent_slots(cache: Tensor, src_slots: Tensor, dst_slots: Tensor) -> None:
+    """As `copy_slots` of a cache of latents."""
+    backend = backend_of(cache)
+    fits = (
+        backend.latent.is_cache(cache)
+        and _ids_are_valid(backend, src_slots, 1)
+        and _ids_are_valid(backend, dst_slots, 1)
+        and src_slots.shape == dst_slots.shape
+    )
+    if not fits:
+        takes = f"a cache as make_latent_cache makes it, {_SLOTS_TAKES}"
+        raise refusal("copy_latent_slots", takes, cache=cache, src_slots=src_slots, dst_slots=dst_slots)
+    with kernel_errors():
+        backend.latent.copy_slots(cache, src_slots, dst_slots)
+
+
 def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     """Store new keys and values in their slots, as reference.write_kv.
 
@@ -115,6 +155,11 @@ def _ids_are_valid(backend: Backend, ids: Tensor, dim: int) -> bool:
 _WRITE_TAKES = (
     "key and value [num_tokens, num_kv_heads, head_dim] of the cache's dtype (or, into int8, both float32 or both "
     "bfloat16) with each token's heads contiguous, contiguous int64 slots [num_tokens], all on one device"
+)
+_LATENTS_TAKE = (
+    "latents [num_tokens, rank] and rotary [num_tokens, width - rank] of the cache's dtype with stride 1 in the last "
+    "dimension, a cache [num_blocks, block_size, width] as make_latent_cache makes it, and contiguous int64 slots "
+    "[num_tokens], all on one device"
 )
 _SLOTS_TAKES = "contiguous int64 slots [num_tokens], all on one device"
 _COPY_TAKES = (

@@ -6,7 +6,7 @@ from torch import Tensor
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
 from quire.kernels.checks import DTYPES, kernel_errors, refusal
-from quire.kernels.weights import Matrix, PackedWeight, QuantizedWeight, StackedWeight
+from quire.kernels.weights import HeadWeights, Matrix, PackedWeight, QuantizedWeight, StackedWeight
 
 
 def pack_weight(weight: Tensor) -> PackedWeight:
@@ -55,6 +55,39 @@ def matmul(x: Tensor, packed: Matrix, bias: Tensor | None = None, out_dtype: tor
         else:
             _multiply(backend, x, packed, bias, out)
     return out
+
+
+def pack_heads(weights: Tensor) -> HeadWeights:
+    """Copy a matrix for each head, [num_heads, n, k] float32 or bfloat16 of stride 1 in k, into the kernels' layout."""
+    shape = weights.shape
+    if weights.dtype not in DTYPES or len(shape) != 3 or min(shape) < 1 or (weights.stride(2) != 1 and shape[2] > 1):
+        raise refusal("pack_heads", "weights [num_heads, n, k] float32 or bfloat16 with stride 1 in k", weights=weights)
+    return backend_of(weights).latent.pack_heads(weights)
+
+
+def multiply_heads(x: Tensor, weights: HeadWeights) -> Tensor:
+    """Each head's rows times its own matrix, accumulated in float32: x [num_tokens, num_heads, k + tail] ->
+    [num_tokens, num_heads, n + tail]. What x has beyond k stands behind the products, as it is.
+
+    x has the weights' dtype and any strides but in its last dimension. A row's bits depend on nothing but the row.
+    """
+    backend = backend_of(x)
+    fits = (
+        x.dim() == 3
+        and x.dtype is weights.dtype
+        and x.shape[1] == weights.num_heads
+        and x.shape[2] >= weights.k
+        and (x.is_contiguous() or x.stride(2) == 1)
+        and backend.holds(weights.data)
+    )
+    if not fits:
+        takes = (
+            f"x [num_tokens, {weights.num_heads}, at least {weights.k}] {weights.dtype} with stride 1 in the last "
+            "dimension, on the device of the weights"
+        )
+        raise refusal("multiply_heads", takes, x=x)
+    with kernel_errors():
+        return backend.latent.multiply_heads(x, weights)
 
 
 def _multiply(

@@ -46,6 +46,11 @@ def mapped_weight(n: int, k: int, dtype: torch.dtype, format: str, data: Tensor)
     return backend.mapped_weight(n, k, dtype, format, data)
 
 
+def weight_copy(data: Tensor) -> Tensor:
+    """The bytes uint8 [n], in memory that the kernels read fastest."""
+    return backend_of(data).weight_copy(data)
+
+
 def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
     """Quantize `weight` [n, k] float32 or bfloat16, k up to 65536, to `int8` or `int4`.
 

@@ -71,3 +71,45 @@ class AttentionVariant:
 
 PLAIN = AttentionVariant()
 """Causal attention without any variant."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncoderVariant:
+    """How the scores of an attention layer without a cache become weights. The default lets all tokens of a sequence
+    see each other.
+
+    A score is `scale * (query . key)`. What the distance of the two tokens says is added to it, then keys that the
+    token does not see are left out. The shapes of the tensors are checked where they are used.
+    """
+
+    window: int | None = None
+    """The largest distance at which tokens see each other, before and after."""
+    slopes: Tensor | None = None
+    """[num_heads] float32: -slope * distance is added to each score (ALiBi, Press et al. 2022, in both directions)."""
+    bias: Tensor | None = None
+    """[num_heads, 2 * reach + 16] float32: entry `reach + key position - query position` is added to each score. The
+    last 15 of each head may hold anything. Sequences have at most `reach + 1` tokens."""
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 0:
+            raise refusal("EncoderVariant", "a window of at least 0, or None", window=self.window)
+
+
+UNMASKED = EncoderVariant()
+"""Attention of all tokens of a sequence to each other."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DistanceTerms:
+    """What queries and keys themselves say of distances: disentangled attention (He et al. 2021).
+
+    `scale * (of_query[query, head, t] + of_key[key, head, t])` is added to a score, where t is
+    `term[reach + key position - query position]`.
+    """
+
+    of_query: Tensor | None
+    """[num_tokens, num_heads, num_terms] float32"""
+    of_key: Tensor | None
+    """[num_tokens, num_heads, num_terms] float32"""
+    term: Tensor
+    """[2 * reach + 1] int32, in [0, num_terms)"""

@@ -1,5 +1,6 @@
 """Weights in the layout that a backend's kernels read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,17 @@ class PackedWeight:
         return self.data.nbytes
 
 
+class HeadWeights:
+    """A matrix [n, k] for each head, as `pack_heads` lays them out: packed ones, one behind the other, or on the
+    reference backend the matrices themselves [num_heads, n, k]."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, data: Tensor) -> None:
+        """`shape` is [num_heads, n, k]."""
+        self.num_heads, self.n, self.k = shape
+        self.dtype, self.data = dtype, data
+        self.address = 0 if data.is_meta else data.data_ptr()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
     """A weight [n, k] as integers and scales. The native layout is the same for every ISA variant and machine.
@@ -68,6 +80,8 @@ class QuantizedWeight:
     mins: Tensor | None = None
     factors: Tensor | None = None
     """float32 [k]: what x is multiplied with before it is rotated (reference_rotation), for `int8`."""
+    in_file: bool = False
+    """Whether `data` is of a mapped file whose pages there may be no memory for."""
 
     @property
     def nbytes(self) -> int:

@@ -2,18 +2,20 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.config.kv_cache import AttentionSpec
+from quire.config.kv_cache import NoCacheSpec
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
-from quire.kernels.variants import AttentionVariant
+from quire.kernels.variants import AttentionVariant, EncoderVariant
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.base import Model
-from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
+from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerCache
+from quire.models.layers.caches import view_cache
 from quire.models.weights.loader import build_model, open_weights
 
 _BLOCK_SIZE = 16
@@ -35,15 +37,21 @@ def activation_bytes(config: ModelConfig, num_tokens: int, lora: LoRAConfig | No
             for name, value in vars(module).items():
                 if isinstance(value, Tensor):
                     setattr(module, name, _meta(value.shape, value.dtype))
-                elif isinstance(value, AttentionVariant) and value.slopes is not None:
-                    slopes = _meta(value.slopes.shape, value.slopes.dtype)
-                    setattr(module, name, dataclasses.replace(value, slopes=slopes))
+                elif isinstance(value, AttentionVariant | EncoderVariant):
+                    setattr(module, name, _on_meta(value))
         if lora is not None:
             AdapterSlots(model, lora)
         batch, caches = _batch(model, num_tokens, has_adapters=lora is not None), _caches(model, config)
         with meter.counting():
             model(batch, caches)
     return meter.peak_bytes
+
+
+def _on_meta(variant: Any) -> Any:
+    """An attention variant with its tensors on the meta device."""
+    values = {field.name: getattr(variant, field.name) for field in dataclasses.fields(variant)}
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    return dataclasses.replace(variant, **{name: _meta(t.shape, t.dtype) for name, t in tensors.items()})
 
 
 def _batch(model: Model, num_tokens: int, has_adapters: bool) -> BatchTensors:
@@ -58,15 +66,11 @@ def _batch(model: Model, num_tokens: int, has_adapters: bool) -> BatchTensors:
     return BatchTensors(tokens, positions, query_start, seq_lens, (group,), rows_wanted, adapters=adapters)
 
 
-def _caches(model: Model, config: ModelConfig) -> list[LayerKVCache]:
-    """A block for each layer."""
-    caches = []
-    for spec in model.kv_cache_specs(config):
-        assert isinstance(spec, AttentionSpec), f"no view of a cache of {type(spec).__name__} is known"
-        buffer = _meta((spec.block_bytes(_BLOCK_SIZE),), torch.uint8)
-        sizes = (1, _BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
-        caches.append(LayerKVCache(*kernels.make_layer_cache(buffer, *sizes, getattr(torch, spec.dtype)), 0))
-    return caches
+def _caches(model: Model, config: ModelConfig) -> list[LayerCache]:
+    """A block for each layer that keeps something."""
+    specs = [spec for spec in model.kv_cache_specs(config) if not isinstance(spec, NoCacheSpec)]
+    buffers = (_meta((spec.block_bytes(_BLOCK_SIZE),), torch.uint8) for spec in specs)
+    return [view_cache(spec, buffer, 1, _BLOCK_SIZE, 0) for spec, buffer in zip(specs, buffers, strict=True)]
 
 
 def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

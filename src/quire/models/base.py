@@ -3,14 +3,16 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 from torch import Tensor, nn
 
 from quire.config.kv_cache import KVCacheSpec
 from quire.config.model import ModelConfig
-from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
+from quire.models.layers.batch_tensors import BatchTensors, LayerCache
 from quire.models.layers.weighted_layer import WeightedLayer
+from quire.models.pooling.pooler import Pooler
 from quire.models.weights.stacked import Stack
 
 
@@ -55,8 +57,13 @@ class Model(nn.Module, ABC):
         """The tensors of a checkpoint that hold what several modules here have, by its own names for them."""
         return ()
 
+    @classmethod
+    def folders(cls, config: ModelConfig) -> Mapping[str, Path]:
+        """Folders of more weights, by what the names of their tensors are preceded by here."""
+        return {}
+
     @abstractmethod
-    def forward(self, batch: BatchTensors, kv: Sequence[LayerKVCache]) -> Tensor:
+    def forward(self, batch: BatchTensors, kv: Sequence[LayerCache]) -> Tensor:
         """Hidden states of all tokens, [num_tokens, hidden]; writes their keys and values into `kv` (one per layer).
 
         Nothing else changes, but for the batch's embeddings, which are computed in place.
@@ -98,3 +105,9 @@ class CausalLM(Model):
         """hidden [num_rows, hidden] -> logits [num_rows, vocab] float32."""
         logits: Tensor = self.lm_head(hidden)
         return logits
+
+
+class PoolingModel(Model):
+    """A model whose hidden states are pooled into embeddings, scores or classes. It has no language model head."""
+
+    pooler: Pooler

@@ -9,8 +9,9 @@ from torch import Tensor
 from quire import kernels
 from quire.common.batch import SlotCopy, Transfer
 from quire.common.faults import fault_point
-from quire.config.kv_cache import AttentionSpec, KVCacheConfig
-from quire.models.layers.batch_tensors import LayerKVCache
+from quire.config.kv_cache import KVCacheConfig
+from quire.models.layers.batch_tensors import LayerCache
+from quire.models.layers.caches import view_cache
 
 
 class CacheEngine:
@@ -25,23 +26,15 @@ class CacheEngine:
         self.tiers = [self.blocks, kernels.backend_for("cpu").zeroed_blocks(config.num_host_blocks, config.block_bytes)]
         self.layers = self._layer_views()
 
-    def _layer_views(self) -> list[LayerKVCache]:
-        """The caches of the model's layers: that of layer i at index i."""
-        views: dict[int, LayerKVCache] = {}
-        for group_id, group in enumerate(self.config.groups):
-            spec = group.spec
-            assert isinstance(spec, AttentionSpec), f"no view of a cache of {type(spec).__name__} is known"
-            part_bytes = spec.block_bytes(self.config.block_size)
+    def _layer_views(self) -> list[LayerCache]:
+        """The caches of the model's layers: that of layer i at index i. There are none if no layer keeps anything."""
+        views: dict[int, LayerCache] = {}
+        for group_id, group in enumerate(() if self.config.keeps_nothing else self.config.groups):
+            block_size, spec = self.config.block_size, group.spec
+            part_bytes = spec.block_bytes(block_size)
             for part, layer_id in enumerate(group.layer_ids):
-                k, v = kernels.make_layer_cache(
-                    self.blocks[:, part * part_bytes : (part + 1) * part_bytes],
-                    self.config.num_blocks,
-                    self.config.block_size,
-                    spec.num_kv_heads,
-                    spec.head_dim,
-                    getattr(torch, spec.dtype),
-                )
-                views[layer_id] = LayerKVCache(k, v, group_id)
+                parts = self.blocks[:, part * part_bytes : (part + 1) * part_bytes]
+                views[layer_id] = view_cache(spec, parts, self.config.num_blocks, block_size, group_id)
         return [views[layer_id] for layer_id in range(len(views))]
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
@@ -58,7 +51,7 @@ class CacheEngine:
             src, dst = self._slots([copy for copy in copies if copy.group == group])
             for layer in self.layers:
                 if layer.group == group:
-                    kernels.copy_slots(layer.k, layer.v, src, dst)
+                    layer.copy_slots(src, dst)
 
     def _slots(self, copies: Sequence[SlotCopy]) -> tuple[Tensor, Tensor]:
         """Source and destination slot of every token copied, each [num_tokens] int64."""

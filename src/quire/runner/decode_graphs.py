@@ -13,7 +13,7 @@ from torch import Tensor
 from quire import kernels
 from quire.common.batch import BlockIds, ScheduledSequence
 from quire.models.base import CausalLM
-from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
+from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerCache
 from quire.runner.row_layout import RowLayout, row_layout
 
 MAX_ROWS = 256
@@ -34,12 +34,12 @@ class DecodeGraphs:
     def __init__(
         self,
         model: CausalLM,
-        kv: Sequence[LayerKVCache],
+        kv: Sequence[LayerCache],
         block_size: int,
         max_blocks: int,
         workspace: kernels.Workspace,
     ) -> None:
-        self._backend = kernels.backend_of(kv[0].k)
+        self._backend = kernels.backend_of(kv[0].memory)
         self._model = model
         self._kv = kv
         self._block_size = block_size

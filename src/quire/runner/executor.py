@@ -6,6 +6,7 @@ from typing import Protocol
 
 from quire.common.batch import Batch, StepResult
 from quire.common.errors import ConfigError
+from quire.common.params import PoolerInfo
 from quire.config.args import EngineConfig
 from quire.config.kv_cache import KVCacheConfig
 from quire.runner.worker import Worker
@@ -14,6 +15,9 @@ from quire.runner.worker import Worker
 class Executor(Protocol):
     """Executes batches in the order in which it is given them. Owns weights and cache memory; knows nothing of
     requests. A Batch and a StepResult are plain values that msgpack can carry (`quire.common.batch.encode`)."""
+
+    pooler: PoolerInfo | None
+    """What the model can make of texts; None if it generates."""
 
     def execute(self, batch: Batch) -> StepResult:
         """Move blocks, run the model, draw tokens. After an exception every request is as it was before the step."""
@@ -35,6 +39,8 @@ class Executor(Protocol):
 
 class SleepingExecutor:
     """In place of the executor of an engine that sleeps."""
+
+    pooler: PoolerInfo | None = None
 
     def execute(self, batch: Batch) -> StepResult:
         """Raises RuntimeError."""

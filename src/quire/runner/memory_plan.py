@@ -9,19 +9,38 @@ from typing import Any
 from quire.common.errors import OutOfMemoryError
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.cache import CacheConfig
-from quire.config.kv_cache import MAX_BLOCKS_PER_SEQ, KVCacheConfig, KVCacheSpec
+from quire.config.checkpoint.safetensors import SINGLE_FILE
+from quire.config.kv_cache import MAX_BLOCKS_PER_SEQ, KVCacheConfig, KVCacheSpec, NoCacheSpec
 from quire.config.kv_layout import kv_cache_config
-from quire.config.machine import MachineMemory, machine_memory
+from quire.config.machine import DiskSpeed, MachineMemory, disk_speed, machine_memory
+from quire.config.quantization import QUANT_METHOD
 from quire.config.sizes import format_bytes
 from quire.models.activations import activation_bytes
 from quire.models.adapters.slots import adapter_reserve
 from quire.models.base import Model
-from quire.models.registry import model_class
-from quire.models.weights.loader import weight_bytes
+from quire.models.registry import class_of
+from quire.models.weights.usage import WeightUse, weight_use
 from quire.runner.sampling.sampler import MAX_LOGITS_ROWS
 
 DEFAULT_KV_CACHE_LIMIT = 4 * 1024**3
 """taken at most when the user names no size: memory people expect to have left for other programs"""
+_CACHE_SHARE_BESIDE_FILES = 0.25
+"""of the memory that is left, taken at most if experts stay in the file, of which the rest keeps as many as it can"""
+
+
+@dataclass(frozen=True, slots=True)
+class FileWeights:
+    """Experts that stay in the file: the memory that nothing else takes keeps those that were read last."""
+
+    num_bytes: int
+    token_bytes: int
+    """The most that one token reads of them. Several tokens at once read at most all."""
+    disk: DiskSpeed
+
+    @property
+    def token_s(self) -> float:
+        """The time of a token whose experts all have to be read from the disk."""
+        return self.token_bytes / self.disk.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +51,17 @@ class MemoryPlan:
     kv_cache: KVCacheConfig
     machine: MachineMemory
     weight_bytes: int
+    """All weights."""
     activation_bytes: int
     adapter_bytes: int = 0
     """Kept for LoRA adapters."""
+    in_file: FileWeights | None = None
+    """The weights that stay in the file. None: all are in memory."""
+
+    @property
+    def resident_weight_bytes(self) -> int:
+        """The weights that are in memory."""
+        return self.weight_bytes - (0 if self.in_file is None else self.in_file.num_bytes)
 
     @property
     def max_model_len(self) -> int:
@@ -49,8 +76,8 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Weights, adapters, activations, KV cache and host tier together."""
-        others = self.weight_bytes + self.adapter_bytes + self.activation_bytes
+        """Weights in memory, adapters, activations, KV cache and host tier together."""
+        others = self.resident_weight_bytes + self.adapter_bytes + self.activation_bytes
         return others + self.kv_cache.total_bytes + self.kv_cache.host_bytes
 
     @property
@@ -69,11 +96,14 @@ class MemoryPlan:
             "machine_limit_bytes": self.machine.limit_bytes,
             "machine_available_bytes": self.machine.available_bytes,
             "weight_bytes": self.weight_bytes,
+            "resident_weight_bytes": self.resident_weight_bytes,
+            "in_file": None if self.in_file is None else dataclasses.asdict(self.in_file),
             "adapter_bytes": self.adapter_bytes,
             "activation_bytes": self.activation_bytes,
             "kv_cache_dtype": self.kv_cache_dtype,
             "kv_cache_bytes": self.kv_cache.total_bytes,
             "swap_bytes": self.kv_cache.host_bytes,
+            "kv_bytes_per_token": self.kv_cache.bytes_per_token,
             "num_blocks": self.kv_cache.num_blocks,
             "block_size": self.kv_cache.block_size,
             "kv_cache_tokens": self.kv_cache.max_tokens if self.kv_cache.is_length_bounded else None,
@@ -86,7 +116,7 @@ class MemoryPlan:
         library = ["transformers' modules"] if model.model_impl == "transformers" else []
         weights = [f"{model.quantization} weights"] if model.quantization else []
         kinds = [model.architecture, *library, model.dtype, *weights]
-        capacity = f"{cache.max_tokens} tokens in {self.kv_cache_dtype}"
+        capacity = f"{cache.max_tokens} tokens in {self.kv_cache_dtype}, {cache.bytes_per_token:.0f} bytes each"
         if not cache.is_length_bounded:
             most = cache.blocks_to_hold(self.max_model_len)
             capacity = f"in {self.kv_cache_dtype}; a sequence holds at most {most}, however long it is"
@@ -95,15 +125,35 @@ class MemoryPlan:
         rows = {
             "model": f"{model.model} ({', '.join(kinds)})",
             "memory": f"{available} of {limit} free",
-            "weights": format_bytes(self.weight_bytes),
+            "weights": f"{format_bytes(self.resident_weight_bytes)}{' in memory' if self.in_file else ''}",
+            **self._file_rows(),
             **self._adapter_row(),
             "activations": f"{format_bytes(self.activation_bytes)} at most",
             "KV cache": f"{format_bytes(cache.total_bytes)} = {blocks}, {capacity}",
+            "context": f"{self.max_model_len} tokens, {self.max_concurrency:.1f} such sequences at once",
         }
+        if cache.keeps_nothing:
+            rows |= {"KV cache": "none: texts run whole", "context": f"{self.max_model_len} tokens"}
         if cache.num_host_blocks:
-            rows["swap space"] = f"{format_bytes(cache.host_bytes)} = {cache.num_host_blocks} blocks"
-        rows["context"] = f"{self.max_model_len} tokens, {self.max_concurrency:.1f} such sequences at once"
+            context = rows.pop("context")
+            rows |= {
+                "swap space": f"{format_bytes(cache.host_bytes)} = {cache.num_host_blocks} blocks",
+                "context": context,
+            }
         return "\n".join(f"{name:<12}{text}" for name, text in rows.items())
+
+    def _file_rows(self) -> dict[str, str]:
+        if self.in_file is None:
+            return {}
+        kept = min(self.in_file.num_bytes, max(0, self.machine.available_bytes - self.total_bytes))
+        disk = self.in_file.disk
+        token, speed = format_bytes(self.in_file.token_bytes), f"{format_bytes(int(disk.bytes_per_s))}/s"
+        return {
+            "experts": f"{format_bytes(self.in_file.num_bytes)} in the file, of which the system can keep about "
+            f"{format_bytes(kept)} in memory",
+            "a token": f"reads {token} of experts, at worst all from the disk: {self.in_file.token_s:.2g} s at {speed} "
+            f"({'measured' if disk.is_measured else 'assumed'})",
+        }
 
     def _adapter_row(self) -> dict[str, str]:
         lora = self.config.lora
@@ -115,15 +165,39 @@ class MemoryPlan:
 def plan_memory(args: EngineArgs) -> MemoryPlan:
     """Resolve `args` and share out the memory. Reads the checkpoint's config and headers, no weights.
 
+    If the weights do not fit, experts of a folder that `quire quantize` saved stay in the file, unless
+    weights_from_file says otherwise; then some pieces of the file are read, to measure how fast that is.
+
     Raises ConfigError, CheckpointError, or OutOfMemoryError where no block, or not the max_model_len asked for, fits.
     """
     config = args.resolve()
-    model = model_class(config.model.architecture, config.model.model_impl)
+    weights = weight_use(config.model)
+    try:
+        return _share_out(args, config, weights)
+    except OutOfMemoryError as error:
+        if config.model.weights_from_file != "auto" or weights.expert_bytes == 0:
+            raise
+        if config.model.quant_method != QUANT_METHOD:
+            name = config.model.model
+            raise OutOfMemoryError(
+                f"{error}. Or save the model with `quire quantize {name} FOLDER --quantization int4`, which needs "
+                "little memory, and give FOLDER as the model: its experts can stay in the file"
+            ) from None
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights_from_file="always"))
+        return _share_out(args, config, weight_use(config.model))
+
+
+def _share_out(args: EngineArgs, config: EngineConfig, weights: WeightUse) -> MemoryPlan:
+    """Raises OutOfMemoryError as plan_memory."""
+    model = class_of(config.model)
+    config = _with_whole_sequences(config, model.kv_cache_specs(config.model))
     machine = machine_memory().limited(config.cache.memory_limit_bytes)
-    weights = weight_bytes(config.model)
     adapters = 0 if config.lora is None else adapter_reserve(config.model, config.lora)
     activations = _activation_bytes(model, config)
-    cache = _kv_cache(model, config, machine, weights + adapters + activations)
+    least_tokens = 0 if args.fits_model_len else config.model.max_model_len
+    share = 1.0 if weights.file_bytes == 0 else _CACHE_SHARE_BESIDE_FILES
+    others = weights.num_bytes - weights.file_bytes + adapters + activations
+    cache = _kv_cache(model, config, machine, others, share, least_tokens)
     if cache.max_tokens < config.model.max_model_len:
         if not args.fits_model_len:
             raise OutOfMemoryError(
@@ -131,19 +205,41 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
                 f"({format_bytes(cache.total_bytes)}): lower max_model_len or raise kv_cache_memory"
             )
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, max_model_len=cache.max_tokens))
-    return MemoryPlan(config, cache, machine, weights, activations, adapters)
+    return MemoryPlan(config, cache, machine, weights.num_bytes, activations, adapters, _in_file(config, weights))
+
+
+def _in_file(config: EngineConfig, weights: WeightUse) -> FileWeights | None:
+    if weights.file_bytes == 0:
+        return None
+    speed = disk_speed(config.model.path / SINGLE_FILE)
+    return FileWeights(weights.file_bytes, weights.token_file_bytes, speed)
+
+
+def _with_whole_sequences(config: EngineConfig, specs: list[KVCacheSpec]) -> EngineConfig:
+    """If no layer keeps anything, sequences run whole: a step must have room for the longest."""
+    scheduler = config.scheduler
+    if not all(isinstance(spec, NoCacheSpec) for spec in specs):
+        return config
+    num_tokens = max(scheduler.max_num_batched_tokens, config.model.max_model_len)
+    return dataclasses.replace(config, scheduler=dataclasses.replace(scheduler, max_num_batched_tokens=num_tokens))
 
 
 def _activation_bytes(model: type[Model], config: EngineConfig) -> int:
-    """The peak of a step: a forward pass of all tokens, and float32 logits for all sequences and for a chunk of those
-    whose log-probabilities are wanted."""
+    """The peak of a step: a forward pass of all tokens, and of a model that generates float32 logits for all sequences
+    and for a chunk of those whose log-probabilities are wanted."""
+    forward = activation_bytes(config.model, config.scheduler.max_num_batched_tokens, config.lora)
+    if config.model.runner == "pooling":
+        return forward
     # One for each sample, also where one token of a prompt has several.
     num_logits = config.scheduler.max_num_seqs + MAX_LOGITS_ROWS
-    forward = activation_bytes(config.model, config.scheduler.max_num_batched_tokens, config.lora)
     return forward + num_logits * config.model.vocab_size * 4 * model.num_logits_alive
 
 
-def _kv_cache(model: type[Model], config: EngineConfig, machine: MachineMemory, others: int) -> KVCacheConfig:
+def _kv_cache(
+    model: type[Model], config: EngineConfig, machine: MachineMemory, others: int, share: float, least_tokens: int
+) -> KVCacheConfig:
+    """The cache beside what takes `others`. If no size is named, it gets a share of what is left, or more where it
+    needs that for `least_tokens`."""
     cache, specs = config.cache, _kv_cache_specs(model, config)
     what = "weights and activations" if config.lora is None else "weights, adapters and activations"
     where = "this machine's" if cache.memory_limit_bytes is None else "the memory_limit of"
@@ -159,7 +255,9 @@ def _kv_cache(model: type[Model], config: EngineConfig, machine: MachineMemory, 
         left = _bytes_left(cache, machine) - others - cache.swap_bytes
         wanted = cache.kv_cache_bytes
         if wanted is None:
-            wanted = min(left, DEFAULT_KV_CACHE_LIMIT, _largest_useful(model, config))
+            sequence = _bytes_of_sequences(model, config, 1, least_tokens)
+            useful = _bytes_of_sequences(model, config, config.scheduler.max_num_seqs, config.model.max_model_len)
+            wanted = min(left, max(int(left * share), sequence), DEFAULT_KV_CACHE_LIMIT, useful)
         result = kv_cache_config(specs, cache.block_size, num_bytes=wanted, **layout)
     if result.total_bytes + cache.swap_bytes + others > machine.limit_bytes:
         raise OutOfMemoryError(
@@ -181,8 +279,8 @@ def _bytes_left(cache: CacheConfig, machine: MachineMemory) -> int:
     return min(int(machine.limit_bytes * share), machine.available_bytes)
 
 
-def _largest_useful(model: type[Model], config: EngineConfig) -> int:
-    """Bytes for max_num_seqs sequences of max_model_len tokens: more could never be filled."""
+def _bytes_of_sequences(model: type[Model], config: EngineConfig, num_seqs: int, num_tokens: int) -> int:
+    """Bytes for sequences of so many tokens. More than max_num_seqs of max_model_len could never be filled."""
     specs = _kv_cache_specs(model, config)
     cache = kv_cache_config(specs, config.cache.block_size, num_blocks=MAX_BLOCKS_PER_SEQ)
-    return config.scheduler.max_num_seqs * cache.blocks_to_hold(config.model.max_model_len) * cache.block_bytes
+    return num_seqs * cache.blocks_to_hold(num_tokens) * cache.block_bytes

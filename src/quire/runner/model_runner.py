@@ -8,13 +8,14 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from quire import kernels
-from quire.common.batch import Batch, HiddenStates, ScheduledSequence, StepResult
+from quire.common.batch import Batch, ScheduledSequence, StepResult
 from quire.common.errors import ConfigError
 from quire.common.params import LogprobsMode
 from quire.models.adapters.slots import AdapterSlots
-from quire.models.base import CausalLM
-from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
+from quire.models.base import CausalLM, PoolingModel
+from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerCache
 from quire.runner.decode_graphs import DecodeGraphs
+from quire.runner.pooling import PooledReader
 from quire.runner.row_layout import RowLayout, row_layout
 from quire.runner.sampling.sampler import Sampler, score
 
@@ -24,32 +25,40 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: CausalLM,
-        kv: Sequence[LayerKVCache],
+        model: CausalLM | PoolingModel,
+        kv: Sequence[LayerCache],
         block_size: int,
         max_model_len: int,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         adapters: AdapterSlots | None = None,
+        backend: kernels.Backend | None = None,
     ) -> None:
-        """`adapters` are those of the model, whose slots sequences may name."""
+        """`adapters` are those of the model, whose slots sequences may name; `backend` is that of `kv`, and must be
+        given if no layer has a cache."""
         self.model = model
         self._adapters = adapters
         self.kv = kv
         self.block_size = block_size
-        backend = kernels.backend_of(kv[0].k)
+        backend = backend or kernels.backend_of(kv[0].memory)
         self._workspace = backend.workspace()
-        self._graphs = DecodeGraphs(model, kv, block_size, -(-max_model_len // block_size), self._workspace)
         self._sampler = Sampler(backend, logprobs_mode)
+        self._graphs: DecodeGraphs | None = None
+        self._read: LogitsReader | PooledReader
+        if isinstance(model, PoolingModel):
+            self._read = PooledReader(model.pooler)
+        else:
+            self._graphs = DecodeGraphs(model, kv, block_size, -(-max_model_len // block_size), self._workspace)
+            self._read = LogitsReader(model, self._sampler)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:
-        """The drawn tokens in batch order, and whatever else the sequences want of their rows."""
+        """The drawn tokens in batch order, or whatever else the sequences want of their rows."""
         sequences = batch.sequences
         if not sequences:
             return StepResult(())
         self._check_adapters(sequences)
         with self._workspace:
-            if self._graphs.can_replay(sequences):
+            if self._graphs is not None and self._graphs.can_replay(sequences):
                 return self._sampler.sample(self._graphs.logits(sequences), sequences)
             return self._call(sequences)
 
@@ -65,27 +74,29 @@ class ModelRunner:
         """Call the model, and read the rows that the sequences want."""
         tensors = build_tensors(sequences, self.block_size)
         hidden = self.model(tensors, self.kv)  # [num_tokens, hidden]
+        return self._read(hidden, tensors, sequences)
+
+
+class LogitsReader:
+    """Reads the rows from whose logits tokens are drawn, or known tokens scored."""
+
+    def __init__(self, model: CausalLM, sampler: Sampler) -> None:
+        self._model = model
+        self._sampler = sampler
+
+    def __call__(self, hidden: Tensor, tensors: BatchTensors, sequences: Sequence[ScheduledSequence]) -> StepResult:
+        """hidden [num_tokens, hidden] of all sequences -> the tokens drawn and the log-probabilities."""
 
         def compute_logits(rows: Tensor) -> Tensor:
             # Rows are gathered by our own kernel: torch's indexing would wake a second pool of threads on the same
             # cores.
-            return self.model.compute_logits(kernels.embedding(rows, hidden))
+            return self._model.compute_logits(kernels.embedding(rows, hidden))
 
-        first_rows = tensors.query_start.tolist()
-        scored = score(sequences, first_rows, compute_logits)
-        pooled = pool(sequences, first_rows, hidden)
+        scored = score(sequences, tensors.query_start.tolist(), compute_logits)
         drawn = StepResult(())
         if len(tensors.logit_rows):
             drawn = self._sampler.sample(compute_logits(tensors.logit_rows), sequences)
-        return replace(drawn, scored=scored, pooled=pooled) if scored or pooled else drawn
-
-
-def pool(sequences: Sequence[ScheduledSequence], first_rows: Sequence[int], hidden: Tensor) -> dict[int, HiddenStates]:
-    """By index in `sequences`, the hidden states [num_rows, hidden_size] of the rows that are to be pooled."""
-    wanted = [
-        (place, first_rows[place] + s.pooled.row, s.pooled.num_rows) for place, s in enumerate(sequences) if s.pooled
-    ]
-    return {place: hidden[first : first + count].float().numpy().copy() for place, first, count in wanted}
+        return replace(drawn, scored=scored) if scored else drawn
 
 
 def build_tensors(sequences: Sequence[ScheduledSequence], block_size: int) -> BatchTensors:
@@ -100,6 +111,7 @@ def build_tensors(sequences: Sequence[ScheduledSequence], block_size: int) -> Ba
         groups=tuple(_group_tensors(sequences, g, layout, block_size) for g in range(num_groups)),
         logit_rows=_logit_rows(sequences, layout.query_start),
         adapters=None if layout.adapters is None else torch.from_numpy(layout.adapters),
+        token_type_ids=None if layout.token_type_ids is None else torch.from_numpy(layout.token_type_ids),
     )
 
 
@@ -108,6 +120,8 @@ def _group_tensors(
 ) -> GroupTensors:
     tables = [s.block_tables[group] for s in sequences]
     block_tables = np.zeros((len(tables), max(len(t) for t in tables)), np.int32)
+    if not block_tables.size:  # the group's layers keep nothing
+        return GroupTensors(torch.zeros(0, dtype=torch.int64), torch.from_numpy(block_tables))
     for row, table in enumerate(tables):
         block_tables[row, : len(table)] = table
     return GroupTensors(torch.from_numpy(layout.slots(block_tables, block_size)), torch.from_numpy(block_tables))

@@ -28,6 +28,9 @@ class RowLayout(NamedTuple):
     adapters: Ints | None
     """[num_rows]: the slot of each row's adapter, -1 for none; None if no row has one"""
 
+    token_type_ids: Ints | None = None
+    """[num_rows]: which text of a pair each token belongs to; None if all are 0"""
+
     def slots(self, block_tables: BlockIds, block_size: int) -> Ints:
         """block_tables [num_seqs, max_blocks] -> [num_rows]: where each row's key and value are written."""
         blocks = block_tables[self.sequence_of, self.positions // block_size].astype(np.int64)
@@ -54,4 +57,10 @@ def row_layout(sequences: Sequence[ScheduledSequence]) -> RowLayout:
         query_start,
         seq_lens,
         np.array(adapters, np.int64)[sequence_of] if max(adapters) >= 0 else None,
+        _token_type_ids(sequences) if any(s.token_type_ids is not None for s in sequences) else None,
     )
+
+
+def _token_type_ids(sequences: Sequence[ScheduledSequence]) -> Ints:
+    types = [s.token_type_ids or (0,) * len(s.token_ids) for s in sequences]
+    return np.fromiter(chain.from_iterable(types), np.int64)

@@ -6,16 +6,18 @@ from quire import kernels
 from quire.common.batch import Batch, StepResult
 from quire.common.errors import CheckpointError, ConfigError
 from quire.common.faults import fault_point
-from quire.common.params import LogprobsMode
+from quire.common.params import LogprobsMode, PoolerInfo
 from quire.config.kv_cache import KVCacheConfig
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
 from quire.models.adapters.peft import read_adapter
 from quire.models.adapters.slots import AdapterSlots
-from quire.models.weights.loader import load_causal_lm
+from quire.models.base import PoolingModel
+from quire.models.weights.loader import load_servable
 from quire.runner.cache_engine import CacheEngine
 from quire.runner.model_runner import ModelRunner
+from quire.runner.pooling import pooler_info
 
 
 class Worker:
@@ -34,11 +36,22 @@ class Worker:
         self._threads = backend.threads(parallel.num_threads, parallel.cpus)
         self.cache_engine = CacheEngine(kv_cache, backend)
         with self._threads:
-            loaded = load_causal_lm(model)
+            loaded = load_servable(model)
         self._model = loaded
         self._adapters = None if lora is None else AdapterSlots(loaded, lora)
+        self.pooler: PoolerInfo | None = None
+        """What the model can make of texts; None if it generates."""
+        if isinstance(loaded, PoolingModel):
+            longest = kv_cache.max_chunk or model.max_model_len
+            self.pooler = pooler_info(loaded.pooler, model.hf_config, longest)
         self.runner = ModelRunner(
-            loaded, self.cache_engine.layers, kv_cache.block_size, model.max_model_len, logprobs_mode, self._adapters
+            loaded,
+            self.cache_engine.layers,
+            kv_cache.block_size,
+            model.max_model_len,
+            logprobs_mode,
+            self._adapters,
+            backend,
         )
 
     def execute(self, batch: Batch) -> StepResult:

@@ -15,8 +15,10 @@ from quire.server.api import models
 from quire.server.api.chat import endpoint as chat
 from quire.server.api.completions import endpoint as completions
 from quire.server.api.messages import endpoint as messages
+from quire.server.api.ollama import embed as ollama_embed
 from quire.server.api.ollama import endpoint as ollama
 from quire.server.api.ollama import models as ollama_models
+from quire.server.api.pooling import scores, vectors
 from quire.server.api.responses import endpoint as responses
 from quire.server.api.tokens import endpoint as tokens
 from quire.server.http import openapi
@@ -36,8 +38,11 @@ ROUTES: tuple[Endpoint, ...] = (
     *responses.ENDPOINTS,
     *messages.ENDPOINTS,
     *ollama.ENDPOINTS,
+    *ollama_embed.ENDPOINTS,
     *ollama_models.ENDPOINTS,
     *models.ENDPOINTS,
+    *vectors.ENDPOINTS,
+    *scores.ENDPOINTS,
     *tokens.ENDPOINTS,
     *health.ENDPOINTS,
     *admin.ENDPOINTS,

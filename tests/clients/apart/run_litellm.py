@@ -30,7 +30,7 @@ def embedding_error() -> list[object]:
     with contextlib.redirect_stdout(io.StringIO()):
         try:
             litellm.embedding(**OPENAI, api_key=KEY, input=["a"])
-        except litellm.NotFoundError as error:
+        except litellm.BadRequestError as error:
             return [error.status_code, error.message]
     return []
 

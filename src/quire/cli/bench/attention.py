@@ -15,10 +15,11 @@ import torch
 from quire import kernels
 from quire.cli.bench.limits import COLD_BYTES, compare
 from quire.common.progress import tracked
-from quire.config.kv_cache import FullAttentionSpec
+from quire.config.kv_cache import FullAttentionSpec, LatentSpec
 
 _HEADS = ((14, 2, 64), (32, 8, 128), (12, 12, 64))
 """Each entry is (num_heads, num_kv_heads, head_dim)."""
+_LATENT_HEADS, _RANK, _ROTARY_DIM = 16, 512, 64  # of DeepSeek-V2-Lite
 _VARIANTS = {
     "softcap": lambda num_heads: kernels.AttentionVariant(softcap=50.0),
     "sinks": lambda num_heads: kernels.AttentionVariant(sinks=torch.zeros(num_heads)),
@@ -41,6 +42,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     cases += [("shared", *case) for case in product(_HEADS, options.num_seqs, options.context) if case[1] > 1]
     cases += [("prefill", heads, 1, context) for heads, context in product(_HEADS, options.context)]
     cases += [(variant, _HEADS[0], 1, context) for variant, context in product(_VARIANTS, options.context)]
+    yield from _latents(options)
     for (kind, heads, num_seqs, context), cache in tracked([*product(cases, (options.dtype, "int8"))], "attention"):
         query_len = context if kind == "prefill" else 1
         spec = FullAttentionSpec(heads[1], heads[2], cache)
@@ -69,12 +71,8 @@ def _calls(
 ) -> list[Callable[[], object]]:
     """Return calls that attend to equal sequences in shuffled blocks; together they exceed every CPU cache."""
     num_kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
-    block_bytes = _BLOCK_SIZE * spec.bytes_per_token
     blocks_per_call = -(-context // _BLOCK_SIZE) * num_seqs
-    num_blocks = max(1, COLD_BYTES // (block_bytes * blocks_per_call)) * blocks_per_call
-    memory = np.zeros(num_blocks * block_bytes + 64, np.uint8)  # NumPy asks for huge pages, as the engine does
-    start = -memory.ctypes.data % 64
-    buffer = torch.from_numpy(memory[start : start + num_blocks * block_bytes])
+    buffer, num_blocks = _cold_buffer(_BLOCK_SIZE * spec.bytes_per_token, blocks_per_call)
     cache_dtype = getattr(torch, spec.dtype)
     k_cache, v_cache = kernels.make_layer_cache(buffer, num_blocks, _BLOCK_SIZE, num_kv_heads, head_dim, cache_dtype)
     for slots in torch.arange(num_blocks * _BLOCK_SIZE).tensor_split(-(-num_blocks // 256)):  # touches every page
@@ -89,3 +87,40 @@ def _calls(
         tables[:, :, :-1] = tables[:, :1, :-1]
     variant = _VARIANTS[kind](num_heads) if kind in _VARIANTS else kernels.AttentionVariant()
     return [partial(attend, table, head_dim**-0.5, variant) for table in tables]
+
+
+def _latents(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row of latent attention for each context and batch."""
+    spec = LatentSpec(_RANK, _ROTARY_DIM, options.dtype)
+    heads = _LATENT_HEADS, 1, spec.width
+    for num_seqs, context in tracked([*product(options.num_seqs, options.context)], "latent attention"):
+        num_bytes = spec.bytes_per_token * context * num_seqs
+        if num_bytes <= _LARGEST_CACHE:
+            flops = 2 * _LATENT_HEADS * (spec.width + spec.rank) * num_seqs * context
+            row = compare(_latent_calls(spec, context, num_seqs), num_bytes, flops, options.dtype, options.seconds)
+            sizes = {"heads": heads, "cache": options.dtype, "context": context, "num_seqs": num_seqs}
+            yield {"attention": "latent"} | sizes | row
+
+
+def _latent_calls(spec: LatentSpec, context: int, num_seqs: int) -> list[Callable[[], object]]:
+    """As `_calls`, of sequences that decode over latents."""
+    blocks_per_call, dtype = -(-context // _BLOCK_SIZE) * num_seqs, getattr(torch, spec.dtype)
+    buffer, num_blocks = _cold_buffer(_BLOCK_SIZE * spec.bytes_per_token, blocks_per_call)
+    cache = kernels.make_latent_cache(buffer, num_blocks, _BLOCK_SIZE, spec.width, dtype)
+    for slots in torch.arange(num_blocks * _BLOCK_SIZE).tensor_split(-(-num_blocks // 256)):  # touches every page
+        rows = torch.randn(len(slots), spec.width).to(dtype)
+        kernels.write_latents(rows[:, : spec.rank], rows[:, spec.rank :], cache, slots)
+    query = torch.randn(num_seqs, _LATENT_HEADS, spec.width).to(dtype)
+    query_start = torch.arange(num_seqs + 1, dtype=torch.int32)
+    seq_lens = torch.full((num_seqs,), context, dtype=torch.int32)
+    attend = partial(kernels.latent_attention, query, cache, query_start, seq_lens)
+    tables = torch.randperm(num_blocks).int().view(-1, num_seqs, blocks_per_call // num_seqs)
+    return [partial(attend, table, spec.rank, spec.width**-0.5) for table in tables]
+
+
+def _cold_buffer(block_bytes: int, blocks_per_call: int) -> tuple[torch.Tensor, int]:
+    """Memory of blocks for calls that together exceed every CPU cache, and the number of blocks."""
+    num_blocks = max(1, COLD_BYTES // (block_bytes * blocks_per_call)) * blocks_per_call
+    memory = np.zeros(num_blocks * block_bytes + 64, np.uint8)  # NumPy asks for huge pages, as the engine does
+    start = -memory.ctypes.data % 64
+    return torch.from_numpy(memory[start : start + num_blocks * block_bytes]), num_blocks

@@ -20,6 +20,7 @@ _SHAPES = ((4864, 896), (896, 4864), (4096, 4096), (151936, 896))  # n, k
 _WIDTH, _VOCAB = 4096, 151936
 _RANK, _SLOTS = 16, 8
 _EXPERT_SHAPE, _EXPERTS, _TOP_K = (1536, 2048), 32, 4  # n, k
+_HEAD_SHAPE = (16, 512, 128)  # heads, n, k
 _DRAWS = ((0.0, 0, 1.0), (0.8, 0, 1.0), (0.8, 50, 1.0), (0.8, 0, 0.95))  # temperature, top_k, top_p
 
 
@@ -47,6 +48,9 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         n, k = _EXPERT_SHAPE
         sizes = {"rows": rows, "n": n, "k": k, "experts": _EXPERTS, "top_k": _TOP_K}
         yield {"kernel": "expert_matmul"} | sizes | _experts(rows, options)
+    for rows in tracked(options.rows, "products by head"):
+        num_heads, n, k = _HEAD_SHAPE
+        yield {"kernel": "multiply_heads", "rows": rows, "heads": num_heads, "n": n, "k": k} | _heads(rows, options)
     for rows in tracked(options.rows, "other kernels"):
         for name, num_bytes, call in (*_row_kernels(rows, dtype), *_draws(min(rows, 64))):
             yield {"kernel": name, "rows": rows} | compare([call], num_bytes, 0, options.dtype, options.seconds)
@@ -87,6 +91,15 @@ def _experts(rows: int, options: argparse.Namespace) -> dict[str, Any]:
         for copies in ([kernels.pack_weight(weight) for _ in range(_EXPERTS)] for _ in range(2))
     ]
     return compare(calls, num_read * weight.nbytes, 2 * rows * _TOP_K * n * k, options.dtype, options.seconds)
+
+
+def _heads(rows: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the products of each head's rows and its own matrix."""
+    num_heads, n, k = _HEAD_SHAPE
+    weights, x = (torch.randn(s).to(getattr(torch, options.dtype)) for s in (_HEAD_SHAPE, (rows, num_heads, k)))
+    copies = (kernels.pack_heads(weights) for _ in range(1 + COLD_BYTES // weights.nbytes))
+    calls = [partial(kernels.multiply_heads, x, copy) for copy in copies]
+    return compare(calls, weights.nbytes, 2 * rows * num_heads * n * k, options.dtype, options.seconds)
 
 
 def _row_kernels(rows: int, dtype: torch.dtype) -> Iterator[tuple[str, float, Callable[[], object]]]:

@@ -15,12 +15,12 @@ import torch
 
 from quire import kernels
 from quire.common.errors import ConfigError
-from quire.kernels.backends.native_arguments import DTYPE_CODES
-from quire.kernels.backends.native_backend import NativeBackend
+from quire.kernels.backends.native.arguments import DTYPE_CODES
+from quire.kernels.backends.native.backend import NativeBackend
 from quire.models.layers.embedding import Embedding
 from quire.models.layers.experts import Experts
 from quire.models.layers.linear import LmHead
-from quire.models.registry import model_class
+from quire.models.registry import class_of
 from quire.runner.memory_plan import MemoryPlan
 
 COLD_BYTES = 256 * 2**20
@@ -80,7 +80,7 @@ class WeightCosts:
         """Compute the costs from the checkpoint's configuration."""
         config = plan.config.model
         num_bytes, body, head = plan.weight_bytes, 0, 0
-        made = model_class(config.architecture, config.model_impl)
+        made = class_of(config)
         model = made(dataclasses.replace(config, max_model_len=1))  # no long rotary table
         mixtures = [module for module in model.modules() if isinstance(module, Experts)]
         idle = {expert: 1 - each.routing.top_k / each.routing.num_experts for each in mixtures

@@ -12,7 +12,7 @@ from quire.common.errors import ConfigError, QuireError, nearest_name
 from quire.common.log import logger
 
 _FILE = Path(__file__).with_suffix(".toml")
-Kind = Literal["engine", "server", "sampling", "structured", "beam"]
+Kind = Literal["engine", "server", "sampling", "structured", "beam", "pooling"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,20 @@ from quire.config.hf_config import HFConfig
 MODELS = {
     "ApertusForCausalLM": "quire.models.families.llama_like.apertus:ApertusForCausalLM",
     "ArceeForCausalLM": "quire.models.families.llama_like.arcee:ArceeForCausalLM",
+    "BaichuanForCausalLM": "quire.models.families.llama_like.baichuan:BaichuanForCausalLM",
+    "BaiChuanForCausalLM": "quire.models.families.llama_like.baichuan:BaichuanForCausalLM",
     "BloomForCausalLM": "quire.models.families.gpt.bloom:BloomForCausalLM",
     "Cohere2ForCausalLM": "quire.models.families.cohere:Cohere2ForCausalLM",
     "CohereForCausalLM": "quire.models.families.cohere:CohereForCausalLM",
+    "CwmForCausalLM": "quire.models.families.llama_like.cwm:CwmForCausalLM",
     "DbrxForCausalLM": "quire.models.families.mixtures.dbrx:DbrxForCausalLM",
+    "DeepseekV2ForCausalLM": "quire.models.families.latent.deepseek:DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "quire.models.families.latent.deepseek:DeepseekV3ForCausalLM",
+    "Dots1ForCausalLM": "quire.models.families.mixtures.glm4_moe:Dots1ForCausalLM",
+    "Ernie4_5_MoeForCausalLM": "quire.models.families.mixtures.ernie4_5_moe:Ernie45MoeForCausalLM",
     "Ernie4_5ForCausalLM": "quire.models.families.llama_like.ernie4_5:Ernie45ForCausalLM",
-    "Exaone4ForCausalLM": "quire.models.families.llama_like.exaone4:Exaone4ForCausalLM",
+    "Exaone4ForCausalLM": "quire.models.families.llama_like.exaone:Exaone4ForCausalLM",
+    "ExaoneForCausalLM": "quire.models.families.llama_like.exaone:ExaoneForCausalLM",
     "FalconForCausalLM": "quire.models.families.gpt.falcon:FalconForCausalLM",
     "Gemma2ForCausalLM": "quire.models.families.gemma:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "quire.models.families.gemma:Gemma3ForCausalLM",
@@ -21,25 +29,34 @@ MODELS = {
     "GemmaForCausalLM": "quire.models.families.gemma:GemmaForCausalLM",
     "Glm4ForCausalLM": "quire.models.families.glm:Glm4ForCausalLM",
     "Glm4MoeForCausalLM": "quire.models.families.mixtures.glm4_moe:Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM": "quire.models.families.latent.glm4_moe_lite:Glm4MoeLiteForCausalLM",
     "GlmForCausalLM": "quire.models.families.glm:GlmForCausalLM",
     "GPT2LMHeadModel": "quire.models.families.gpt.gpt2:GPT2LMHeadModel",
+    "GPTBigCodeForCausalLM": "quire.models.families.gpt.gpt_bigcode:GPTBigCodeForCausalLM",
     "GPTJForCausalLM": "quire.models.families.gpt.gptj:GPTJForCausalLM",
     "GPTNeoXForCausalLM": "quire.models.families.gpt.gpt_neox:GPTNeoXForCausalLM",
     "GptOssForCausalLM": "quire.models.families.mixtures.gpt_oss:GptOssForCausalLM",
-    "Ernie4_5_MoeForCausalLM": "quire.models.families.mixtures.ernie4_5_moe:Ernie45MoeForCausalLM",
-    "GraniteMoeForCausalLM": "quire.models.families.mixtures.granite_moe:GraniteMoeForCausalLM",
     "GraniteForCausalLM": "quire.models.families.llama_like.granite:GraniteForCausalLM",
+    "GraniteMoeForCausalLM": "quire.models.families.mixtures.granite_moe:GraniteMoeForCausalLM",
+    "GraniteMoeSharedForCausalLM": "quire.models.families.mixtures.granite_moe:GraniteMoeSharedForCausalLM",
     "HeliumForCausalLM": "quire.models.families.llama_like.helium:HeliumForCausalLM",
     "HunYuanDenseV1ForCausalLM": "quire.models.families.llama_like.hunyuan:HunYuanDenseV1ForCausalLM",
+    "HunYuanMoEV1ForCausalLM": "quire.models.families.mixtures.hunyuan_moe:HunYuanMoEV1ForCausalLM",
+    "HyperCLOVAXForCausalLM": "quire.models.families.llama_like.granite:HyperCLOVAXForCausalLM",
+    "InternLM2ForCausalLM": "quire.models.families.llama_like.internlm2:InternLM2ForCausalLM",
     "LLaMAForCausalLM": "quire.models.families.llama:LlamaForCausalLM",
     "LlamaForCausalLM": "quire.models.families.llama:LlamaForCausalLM",
+    "MiniCPM3ForCausalLM": "quire.models.families.latent.minicpm3:MiniCPM3ForCausalLM",
+    "MiniCPMForCausalLM": "quire.models.families.llama_like.minicpm:MiniCPMForCausalLM",
+    "MiniMaxM2ForCausalLM": "quire.models.families.mixtures.minimax_m2:MiniMaxM2ForCausalLM",
+    "Ministral3ForCausalLM": "quire.models.families.mistral:Ministral3ForCausalLM",
     "MinistralForCausalLM": "quire.models.families.mistral:MinistralForCausalLM",
     "Mistral3ForConditionalGeneration": "quire.models.families.mistral:Mistral3ForConditionalGeneration",
     "MistralForCausalLM": "quire.models.families.mistral:MistralForCausalLM",
     "MixtralForCausalLM": "quire.models.families.mixtures.mixtral:MixtralForCausalLM",
     "MPTForCausalLM": "quire.models.families.gpt.mpt:MptForCausalLM",
     "MptForCausalLM": "quire.models.families.gpt.mpt:MptForCausalLM",
-    "NemotronForCausalLM": "quire.models.families.llama_like.nemotron:NemotronForCausalLM",
+    "NemotronForCausalLM": "quire.models.families.gpt.nemotron:NemotronForCausalLM",
     "Olmo2ForCausalLM": "quire.models.families.olmo:Olmo2ForCausalLM",
     "Olmo3ForCausalLM": "quire.models.families.olmo:Olmo3ForCausalLM",
     "OlmoeForCausalLM": "quire.models.families.mixtures.olmoe:OlmoeForCausalLM",
@@ -49,9 +66,9 @@ MODELS = {
     "PhiForCausalLM": "quire.models.families.phi:PhiForCausalLM",
     "PhiMoEForCausalLM": "quire.models.families.mixtures.phimoe:PhimoeForCausalLM",
     "PhimoeForCausalLM": "quire.models.families.mixtures.phimoe:PhimoeForCausalLM",
-    "Qwen2ForCausalLM": "quire.models.families.qwen2:Qwen2ForCausalLM",
+    "Qwen2ForCausalLM": "quire.models.families.qwen.qwen2:Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM": "quire.models.families.mixtures.qwen2_moe:Qwen2MoeForCausalLM",
-    "Qwen3ForCausalLM": "quire.models.families.qwen3:Qwen3ForCausalLM",
+    "Qwen3ForCausalLM": "quire.models.families.qwen.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "quire.models.families.mixtures.qwen3_moe:Qwen3MoeForCausalLM",
     "RWForCausalLM": "quire.models.families.gpt.falcon:FalconForCausalLM",
     "SeedOssForCausalLM": "quire.models.families.llama_like.seed_oss:SeedOssForCausalLM",
@@ -59,8 +76,39 @@ MODELS = {
     "StableLMEpochForCausalLM": "quire.models.families.gpt.stablelm:StableLmForCausalLM",
     "StableLmForCausalLM": "quire.models.families.gpt.stablelm:StableLmForCausalLM",
     "Starcoder2ForCausalLM": "quire.models.families.gpt.starcoder2:Starcoder2ForCausalLM",
+    "YoutuForCausalLM": "quire.models.families.latent.youtu:YoutuForCausalLM",
 }
 """By name as in a config.json's `architectures`: module and class, imported when a model of it is loaded."""
+_ENCODERS = {
+    "Albert": "albert:Albert",
+    "Bert": "bert:Bert",
+    "Camembert": "roberta:Roberta",
+    "DistilBert": "distilbert:DistilBert",
+    "Electra": "electra:Electra",
+    "Gte": "rotated:Gte",
+    "JinaEmbeddingsV3": "rotated:JinaEmbeddingsV3",
+    "MPNet": "mpnet:MPNet",
+    "ModernBert": "modernbert:ModernBert",
+    "NomicBert": "rotated:NomicBert",
+    "Roberta": "roberta:Roberta",
+    "XLMRoberta": "roberta:Roberta",
+}
+_HEADS = {
+    "ForMaskedLM": "Model",
+    "ForSequenceClassification": "ForSequenceClassification",
+    "ForTokenClassification": "ForTokenClassification",
+    "Model": "Model",
+}
+"""What a checkpoint was saved with -> what is run of it."""
+POOLING_MODELS = {
+    f"{family}{head}": f"quire.models.families.encoders.{path}{kept}"
+    for family, path in _ENCODERS.items()
+    for head, kept in _HEADS.items()
+} | {
+    f"{family}ForSequenceClassification": f"quire.models.pooling.classifiers:{family}ForSequenceClassification"
+    for family in ("Gemma2", "Llama", "Mistral", "Qwen2", "Qwen3")
+}
+"""The same for architectures that make embeddings, scores or classes of texts, and do not generate."""
 
 
 def supported_architecture(hf: HFConfig) -> str:
@@ -68,10 +116,17 @@ def supported_architecture(hf: HFConfig) -> str:
     the file has, and CheckpointError if it names none."""
     named, model_type = hf.get("architectures"), hf.get("model_type")
     if isinstance(named, list) and named and isinstance(named[0], str):
-        if named[0] in MODELS:
+        if named[0] in MODELS or named[0] in POOLING_MODELS:
             return named[0]
         raise unsupported(named[0], f"{hf.source}: ")
-    families = {re.sub("For(CausalLM|ConditionalGeneration)$|LMHeadModel$", "", name).lower() for name in MODELS}
+    families = {
+        re.sub(
+            "(Model|For(CausalLM|ConditionalGeneration|MaskedLM|(Sequence|Token)Classification))$|LMHeadModel$",
+            "",
+            name,
+        ).lower()
+        for name in (*MODELS, *POOLING_MODELS)
+    }
     if named is None and isinstance(model_type, str) and model_type.replace("_", "").lower() not in families:
         raise unsupported(model_type, f"{hf.source}: ")
     raise CheckpointError(f"{hf.source}: 'architectures' is {named!r}, but must be a list that names the model's class")
@@ -79,7 +134,8 @@ def supported_architecture(hf: HFConfig) -> str:
 
 def unsupported(name: str, where: str = "") -> UnsupportedModelError:
     """The error for an architecture that Quire does not run."""
+    known = ", ".join(sorted((*MODELS, *POOLING_MODELS)))
     return UnsupportedModelError(
-        f"{where}the architecture {name[:80]!r} is not supported (supported: {', '.join(sorted(MODELS))}; "
+        f"{where}the architecture {name[:80]!r} is not supported (supported: {known}; "
         "a checkpoint's own Python code is never run)"
     )

@@ -1,13 +1,13 @@
 """The formats of checkpoints that Quire reads, and the choice between them by what a folder or a file is."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.common.errors import CheckpointError
-from quire.config.checkpoint.gguf.files import is_gguf, open_gguf, parts_of
+from quire.config.checkpoint.gguf.files import is_gguf, parts_of
 from quire.config.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, open_safetensors
-from quire.config.checkpoint.tensors import Checkpoint
+from quire.config.checkpoint.tensors import Checkpoint, MappedCheckpoint
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
 
@@ -38,10 +38,24 @@ def weight_files(path: Path) -> list[Path]:
     return parts_of(path) if is_gguf(path) else sorted(path.glob("*.safetensors"))
 
 
+def with_folders(checkpoint: Checkpoint, folders: Mapping[str, Path]) -> Checkpoint:
+    """The checkpoint and the tensors of more folders of safetensors, each under its prefix."""
+    if not folders:
+        return checkpoint
+    assert isinstance(checkpoint, MappedCheckpoint)  # what has such folders is a folder
+    tensors = dict(checkpoint.tensors)
+    for prefix, folder in folders.items():
+        opened = open_safetensors(folder).tensors
+        tensors |= {f"{prefix}{name}": replace(info, name=f"{prefix}{name}") for name, info in opened.items()}
+    return MappedCheckpoint(tensors)
+
+
 def open_checkpoint(folder: Path) -> Checkpoint:
     """The weights in `folder`, or in a GGUF file and its parts. Raises CheckpointError if they are missing, incomplete
     or in no format of the table."""
     if is_gguf(folder):
+        from quire.config.checkpoint.gguf.weights import open_gguf  # imported late because it loads numpy
+
         return open_gguf(folder)
     if found := find_format(folder):
         return found.open(folder)

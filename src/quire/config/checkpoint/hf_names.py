@@ -1,5 +1,6 @@
 """The values of a config.json under the names that Quire reads, whatever its family calls them or leaves out."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,12 +9,12 @@ from quire.common.log import logger
 from quire.config.hf_config import HFConfig
 
 _NAMES = {
-    "hidden_size": ("n_embd", "d_model", "n_embed"),
+    "hidden_size": ("n_embd", "d_model", "n_embed", "dim"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads"),
     "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
-    "intermediate_size": ("n_inner", "ffn_hidden_size", "ffn_dim"),
-    "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length", "n_ctx"),
+    "intermediate_size": ("n_inner", "ffn_hidden_size", "ffn_dim", "hidden_dim"),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length", "n_ctx", "model_max_length"),
     "hidden_act": ("activation_function", "hidden_activation", "activation"),
     "layer_norm_eps": ("layer_norm_epsilon", "norm_epsilon", "norm_eps"),
     "partial_rotary_factor": ("rotary_pct", "rope_pct"),
@@ -40,6 +41,8 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "PhiForCausalLM": {"partial_rotary_factor": 0.5},
 }
 """Architecture -> values that its published configs leave out. Of BLOOM and Falcon, the length trained on."""
+_AFTER_PADDING = re.compile("^(Roberta|XLMRoberta|Camembert|MPNet)(For|Model)")
+"""Architectures whose tables of positions begin with rows that no token has, up to that of the padding token."""
 _TEXT_PART = "text_config"
 _NESTED = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
 """Architectures with a text model that Quire runs, and other parts that it leaves out."""
@@ -56,6 +59,9 @@ def standard_names(hf: HFConfig) -> HFConfig:
         stated_as = next((each for each in (name, *theirs) if stated.get(each) is not None), None)
         if stated_as is not None:
             values[name] = stated[stated_as]
+    if _AFTER_PADDING.match(architecture):
+        named = HFConfig(values, hf.source)
+        values["max_position_embeddings"] = named.size("max_position_embeddings") - named.count("pad_token_id", 1) - 1
     return HFConfig(values, hf.source)
 
 

@@ -9,6 +9,7 @@ from quire.common.errors import CheckpointError, ConfigError, nearest_name
 from quire.common.progress import hub_bar
 from quire.config.checkpoint.formats import FORMATS
 from quire.config.checkpoint.gguf.files import is_gguf, models_in, only_model
+from quire.config.checkpoint.runners import MODULES_FILE
 
 EMBEDDED_CHECKPOINTS = ("quire-tiny", "quire-draft")
 """Names of the checkpoints inside this package."""
@@ -23,6 +24,8 @@ TOKENIZER_FILES = (*_CONFIG_FILES, *_VOCABULARIES)
 _NOT_OURS = ("*/*", "consolidated*", "*.bin.index.json")
 """Files that are not downloaded: subfolders (other formats, original weights), and copies of the weights under other
 names."""
+_MODULE_FILES = ("[0-9]*_*/config.json", "[0-9]*_*/model.safetensors")
+"""Of sentence-transformers' modules, in folders such as `2_Dense`."""
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _MAX_NAMED = 12
 
@@ -67,7 +70,9 @@ class Location:
     def complete(self, path: Path) -> Path:
         """The folder or file with everything beside config.json, downloaded if it is a hub id's."""
         if path.is_dir() and is_downloadable(self.name):
-            return self._download_with_tokenizer(_weight_patterns())
+            path = self._download_with_tokenizer(_weight_patterns())
+            if (path / MODULES_FILE).exists():
+                self._download(self.name, _MODULE_FILES, ())
         return path
 
     def tokenizer(self) -> Path:

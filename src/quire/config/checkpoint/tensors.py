@@ -1,11 +1,18 @@
 """The tensors of a checkpoint: what every format offers the loader, and the mapped files that most formats are."""
 
 import mmap
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
+
+from quire.common.errors import CheckpointError
+from quire.config.machine import machine_memory
+
+_FLAGS = mmap.MAP_PRIVATE | (0x4000 if sys.platform == "linux" else 0)
+"""MAP_NORESERVE, which Python 3.11 does not name: nothing writes to the pages, so files may be larger than memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +89,15 @@ class MappedCheckpoint:
 
     def _mapping(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
+            needed = max(info.offset + info.num_bytes for info in self.tensors.values() if info.path == path)
             with path.open("rb") as file:
-                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            self._maps[path].madvise(mmap.MADV_WILLNEED)  # read ahead in large pieces, while the first are packed
+                mapping = mmap.mmap(file.fileno(), 0, flags=_FLAGS, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            if len(mapping) < needed:
+                raise CheckpointError(
+                    f"{path} was cut to {len(mapping)} bytes after its header was read, which promises {needed}: do "
+                    "not change a checkpoint's files in place"
+                )
+            if len(mapping) <= machine_memory().available_bytes:  # else the end would displace the beginning
+                mapping.madvise(mmap.MADV_WILLNEED)  # read ahead in large pieces, while the first are packed
+            self._maps[path] = mapping
         return self._maps[path]

@@ -11,6 +11,8 @@ from quire.config.quantization.integers import read_integers
 
 QUANTIZATIONS = ("int8", "int4")
 """What weights can be quantized to while they are loaded."""
+WEIGHTS_FROM_FILE = ("auto", "always", "never")
+"""Whether experts that a file has in the kernels' layout stay there: `auto`, if there is not the memory for them."""
 _NAMED_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 """Methods that may be named as the quantization, as for vLLM; the checkpoint must be quantized with that one."""
 QUANT_METHOD = "quire"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from quire.common.errors import CheckpointError, UnsupportedModelError
+from quire.config.checkpoint.name_patterns import NamePatterns
 from quire.config.hf_config import HFConfig
 from quire.config.quantization.module_names import ModuleNames
 
@@ -52,14 +53,14 @@ class CompressedQuantization:
         groups = section.section("config_groups")
         if not groups or len(groups) > _MAX_GROUPS:
             raise CheckpointError(f"{section.source}: config_groups must have 1 to {_MAX_GROUPS} groups")
-        found = []
+        found, patterns = [], NamePatterns()
         for name in groups:
             group = groups.section(name)
             if group is None:
                 raise CheckpointError(f"{groups.source}: {name[:80]!r} must be an object")
-            targets = ModuleNames.read(group.source, group, "targets")
+            targets = ModuleNames.read(group.source, group, "targets", patterns)
             found.append((targets, _scheme(group, group.text("format", section.text("format")))))
-        return cls(tuple(found), ModuleNames.read(section.source, section, "ignore"))
+        return cls(tuple(found), ModuleNames.read(section.source, section, "ignore", patterns))
 
     def scheme_of(self, module: str) -> CompressedScheme | None:
         """The scheme for the module of this name in the checkpoint: a name goes before a pattern, and that before a

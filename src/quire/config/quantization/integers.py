@@ -1,13 +1,12 @@
 """Integers with scales and zero points, as in checkpoints of GPTQ (Frantar et al. 2022) and AWQ (Lin et al. 2023)."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.common.errors import CheckpointError, UnsupportedModelError
+from quire.config.checkpoint.name_patterns import NamePattern, NamePatterns
 from quire.config.hf_config import HFConfig
-from quire.config.quantization.module_names import compile_pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class IntegerQuantization:
     """The `quantization_config` of a GPTQ or AWQ checkpoint."""
 
     scheme: IntegerScheme
-    dynamic: tuple[tuple[re.Pattern[str], IntegerScheme], ...] = ()
+    dynamic: tuple[tuple[NamePattern, IntegerScheme], ...] = ()
     """GPTQModel's schemes by name, the first of which that matches decides. Modules without integers have none."""
 
     @classmethod
@@ -58,7 +57,7 @@ class IntegerQuantization:
 
     def scheme_of(self, module: str) -> IntegerScheme:
         """How the module of this name in the checkpoint, which has integers, is stored."""
-        return next((scheme for pattern, scheme in self.dynamic if pattern.match(module)), self.scheme)
+        return next((scheme for pattern, scheme in self.dynamic if pattern.starts(module)), self.scheme)
 
 
 def read_integers(section: HFConfig) -> str:
@@ -94,14 +93,15 @@ def _scheme(section: HFConfig, values: Mapping[str, Any], base: IntegerScheme) -
     )
 
 
-def _rules(section: HFConfig, base: IntegerScheme) -> list[tuple[re.Pattern[str], IntegerScheme]]:
-    found: list[tuple[re.Pattern[str], IntegerScheme]] = []
+def _rules(section: HFConfig, base: IntegerScheme) -> list[tuple[NamePattern, IntegerScheme]]:
+    found: list[tuple[NamePattern, IntegerScheme]] = []
+    patterns = NamePatterns()
     dynamic = section.get("dynamic") or {}
     if not isinstance(dynamic, dict):
         raise CheckpointError(f"{section.source}: dynamic must be an object of patterns")
     for text, values in dynamic.items():
         text = text.removeprefix("+:")
-        pattern = compile_pattern(f"{section.source}: dynamic", text.removeprefix("-:"))
+        pattern = patterns.compile(f"{section.source}: dynamic", text.removeprefix("-:"))
         if not isinstance(values, dict):
             raise CheckpointError(f"{section.source}: dynamic[{text[:80]!r}] must be an object")
         if not text.startswith("-:"):  # those have no integers

@@ -28,7 +28,7 @@ from quire.common.faults import fault_point, fault_write
 from quire.common.log import logger, set_up_logging
 from quire.common.memory import IDLE_S, give_back_memory
 from quire.common.outputs import CompletionOutput, EngineStats, FinishReason
-from quire.common.params import BeamSearchParams, SamplingParams
+from quire.common.params import BeamSearchParams, PoolingParams, SamplingParams
 from quire.common.progress import log_progress
 from quire.config.args import EngineArgs
 from quire.engine.process import messages
@@ -78,7 +78,8 @@ class EngineProcess:
     def run(self) -> None:
         """Serve until the client closes its socket. A request that fails in a step ends alone."""
         engine = self.engine
-        ready = messages.Ready(engine.model_config.max_model_len, engine.stats(), engine.plan.total_bytes)
+        num_bytes = engine.plan.total_bytes
+        ready = messages.Ready(engine.model_config.max_model_len, engine.stats(), num_bytes, engine.pooler)
         self._send(messages.to_frame(ready))
         while True:
             deltas = []
@@ -124,7 +125,7 @@ class EngineProcess:
 
     def _handle(self, message: messages.ToEngine) -> list[messages.RequestDelta]:
         match message:
-            case messages.AddRequest() | messages.AddScoring():
+            case messages.AddRequest() | messages.AddScoring() | messages.AddPooling():
                 return self._add(message)
             case messages.Abort():
                 self._keys.pop(message.request_id, None)
@@ -169,27 +170,11 @@ class EngineProcess:
             self._cache_view.close()
             self._cache_view = None
 
-    def _add(self, message: messages.AddRequest | messages.AddScoring) -> list[messages.RequestDelta]:
+    def _add(self, message: messages.AddAny) -> list[messages.RequestDelta]:
         """Queue a request. If the engine rejects it, the returned delta ends it."""
         try:
             fault_point("engine.take", message.request_id)
-            if isinstance(message, messages.AddRequest):
-                prompt = {"prompt_token_ids": message.token_ids, "cache_salt": message.cache_salt}
-                kind: type[BeamSearchParams | SamplingParams]
-                kind = BeamSearchParams if message.is_beam_search else SamplingParams
-                params = msgspec.msgpack.decode(message.params, type=kind)
-                self.engine.add_request(
-                    message.request_id,
-                    prompt,
-                    params,
-                    arrival_time=message.arrival_time,
-                    progress=message.progress,
-                    lora_request=message.adapter,
-                )
-            else:
-                context = {"prompt_token_ids": message.token_ids[: message.first], "cache_salt": message.cache_salt}
-                continuation = message.token_ids[message.first :]
-                self.engine.add_scoring_request(message.request_id, context, continuation, lora_request=message.adapter)
+            self._queue(message)
         except Exception as error:
             logger.exception("request %s was refused by the engine", message.request_id)
             ignored = messages.SequenceDelta(0, [], "ignored")
@@ -198,6 +183,30 @@ class EngineProcess:
             ]
         self._keys[message.request_id] = message.key
         return []
+
+    def _queue(self, message: messages.AddAny) -> None:
+        prompt: dict[str, object] = {"prompt_token_ids": message.token_ids, "cache_salt": message.cache_salt}
+        params: SamplingParams | BeamSearchParams | PoolingParams
+        match message:
+            case messages.AddScoring(first=first):
+                context = {"prompt_token_ids": message.token_ids[:first], "cache_salt": message.cache_salt}
+                continuation = message.token_ids[first:]
+                self.engine.add_scoring_request(message.request_id, context, continuation, lora_request=message.adapter)
+                return
+            case messages.AddPooling(params=params, token_type_ids=types):
+                prompt, progress = prompt if types is None else {**prompt, "token_type_ids": types}, None
+            case messages.AddRequest(progress=progress):
+                kind: type[BeamSearchParams | SamplingParams]
+                kind = BeamSearchParams if message.is_beam_search else SamplingParams
+                params = msgspec.msgpack.decode(message.params, type=kind)
+        self.engine.add_request(
+            message.request_id,
+            prompt,
+            params,
+            arrival_time=message.arrival_time,
+            progress=progress,
+            lora_request=message.adapter,
+        )
 
     def _step(self) -> list[messages.RequestDelta]:
         """Run a step. Raises EngineBrokenError, which ends the process: only a new engine can continue."""
@@ -231,7 +240,7 @@ class EngineProcess:
             yield messages.to_frame(messages.StepDone(deltas, stats))
             return
         except messages.ProtocolError as error:
-            reason = f"the log-probabilities are too many to be sent: {error}; ask for fewer"
+            reason = f"the log-probabilities or vectors are too many to be sent: {error}; ask for fewer"
         for delta in deltas:
             try:
                 frame = messages.to_frame(messages.StepDone([delta], stats))
@@ -264,6 +273,7 @@ def to_delta(key: int, group: SequenceGroup) -> messages.RequestDelta:
         None if scores is None else messages.Rows.pack(scores.rows.take()),
         group.error,
         _FAILED if group.has_failed else None,
+        None if group.outputs.pooling is None else messages.Vectors.pack(group.outputs.pooling.result),
     )
 
 

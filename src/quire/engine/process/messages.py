@@ -11,9 +11,10 @@ from typing import Any, BinaryIO, Literal
 import msgspec
 import numpy as np
 
-from quire.common.batch import TokenLogprobs
+from quire.common.batch import Pooled, TokenLogprobs
 from quire.common.lora import KnownAdapter, LoRARequest
 from quire.common.outputs import EngineStats, FinishReason, RequestMetrics
+from quire.common.params import PoolerInfo, PoolingParams
 
 MAX_FRAME_BYTES = 256 * 1024**2
 LENGTH_BYTES = 4
@@ -71,6 +72,22 @@ class AddScoring(msgspec.Struct, tag=True):
     adapter: KnownAdapter | None = None
 
 
+class AddPooling(msgspec.Struct, tag=True, omit_defaults=True):
+    """Queue a request whose hidden states are pooled."""
+
+    key: int
+    request_id: str
+    token_ids: list[int]
+    cache_salt: str
+    arrival_time: float
+    params: PoolingParams
+    token_type_ids: tuple[int, ...] | None = None
+    adapter: KnownAdapter | None = None
+
+
+AddAny = AddRequest | AddScoring | AddPooling
+
+
 class InspectAdapter(msgspec.Struct, tag=True):
     """Read the files of a LoRA adapter, without loading it. The answer is an AdapterInspected with this number."""
 
@@ -116,7 +133,7 @@ class Control(msgspec.Struct, tag=True):
     action: Action
 
 
-ToEngine = Start | AddRequest | AddScoring | InspectAdapter | KeepAdapters | Abort | SetCacheView | ReadBlocks | Control
+ToEngine = Start | AddAny | InspectAdapter | KeepAdapters | Abort | SetCacheView | ReadBlocks | Control
 
 
 class Rows(msgspec.Struct, array_like=True, gc=False):
@@ -143,6 +160,22 @@ class Rows(msgspec.Struct, array_like=True, gc=False):
         shape = len(ranks), -1
         token_ids, logprobs = np.frombuffer(self.token_ids, "<i4"), np.frombuffer(self.logprobs, "<f4")
         return TokenLogprobs(token_ids.reshape(shape), logprobs.reshape(shape), ranks)
+
+
+class Vectors(msgspec.Struct, array_like=True, gc=False):
+    """What was pooled, little-endian float32."""
+
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def pack(cls, pooled: Pooled | None) -> Vectors | None:
+        """Convert the array to bytes; None stays None."""
+        return None if pooled is None else cls(pooled.shape, pooled.astype("<f4", copy=False).tobytes())
+
+    def unpack(self) -> Pooled:
+        """Convert the bytes to an array, which cannot be written."""
+        return np.frombuffer(self.data, "<f4").reshape(self.shape)
 
 
 class SequenceDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -172,6 +205,8 @@ class RequestDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     error_kind: str | None = None
     """Name of the exception with which the engine rejected the request, or in which it failed; None if there was none.
     """
+    pooled: Vectors | None = None
+    """What was made of the prompt's hidden states, at the end of a pooling request."""
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -181,6 +216,8 @@ class Ready(msgspec.Struct, tag=True):
     stats: EngineStats
     num_bytes: int = 0
     """Memory that weights, activations and KV cache use, as planned."""
+    pooler: PoolerInfo | None = None
+    """What a pooling model can make; None if the model generates."""
 
 
 class Heartbeat(msgspec.Struct, tag=True):

@@ -11,15 +11,16 @@ from typing import Any, NotRequired, TypeAlias, TypedDict
 from msgspec.structs import replace
 
 from quire.common.batch import Draw
-from quire.common.errors import CheckpointError, InvalidParamsError, InvalidPromptError, PromptTooLongError
+from quire.common.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError, RequestError
 from quire.common.lora import KnownAdapter
-from quire.common.params import BeamSearchParams, SamplingParams
+from quire.common.params import BeamSearchParams, PoolerInfo, PoolingParams, SamplingParams
 from quire.common.params.checks import check_text
 from quire.common.params.sampling import ALL_LOGPROBS, MAX_SALT_LEN
 from quire.config.args import EngineConfig
 from quire.engine.requests.beam_search import BeamSearch
 from quire.engine.requests.logprobs import LogprobRows, PromptScores
 from quire.engine.requests.output import OutputBuilder, SampleOutput
+from quire.engine.requests.pooling import CANNOT_GENERATE, PoolingInputs, as_sampling_params
 from quire.kv.prefix_cache.content_hash import ContentKey
 from quire.runner.sampling.random import random_key, uniform_bits
 from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
@@ -43,6 +44,7 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
+    token_type_ids: NotRequired[list[int]]
     cache_salt: NotRequired[str]
 
 
@@ -69,10 +71,12 @@ class CheckedRequest:
 class InputProcessor:
     """Makes requests of prompts and parameters, for one model and its tokenizer, or raises a RequestError."""
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, pooler: PoolerInfo | None = None) -> None:
+        """`pooler` says what a pooling model can make; None for a model that generates."""
         self.config = config
         self.model = config.model
         self.tokenizer = tokenizer
+        self.pooling = PoolingInputs(self, pooler)
         self._num_requests = 0
 
     # Requests
@@ -81,11 +85,14 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         arrival_time: float,
         adapter: KnownAdapter | None = None,
     ) -> CheckedRequest:
         """A request that can run. Raises RequestError."""
+        if isinstance(params, PoolingParams):
+            return self._pooling_request(request_id, prompt, params, arrival_time, adapter)
+        self.check_generates()
         search = None
         params = copy(params)  # the caller may change its own
         if isinstance(params, BeamSearchParams):
@@ -104,6 +111,26 @@ class InputProcessor:
         outputs = OutputBuilder(request_id, token_ids, params, arrival_time, text, scores, adapter=adapter)
         return CheckedRequest(outputs, sample, key, search, adapter)
 
+    def _pooling_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: PoolingParams,
+        arrival_time: float,
+        adapter: KnownAdapter | None,
+    ) -> CheckedRequest:
+        spec = self.pooling.check_params(params)
+        text, token_ids, cache_salt, types = self.pooling.prompt(prompt, params, spec)
+        pooling = self.pooling.wanted(spec, len(token_ids), types)
+        known = as_sampling_params(params.priority, params.tenant)
+        outputs = OutputBuilder(request_id, token_ids, known, arrival_time, text, pooling=pooling, adapter=adapter)
+        return CheckedRequest(outputs, SampleOutput(known), _content_key(cache_salt, adapter), adapter=adapter)
+
+    def check_generates(self) -> None:
+        """Raise RequestError if the model pools, and cannot generate."""
+        if self.model.runner == "pooling":
+            raise RequestError(CANNOT_GENERATE)
+
     def scoring_request(
         self,
         request_id: str,
@@ -113,6 +140,7 @@ class InputProcessor:
         adapter: KnownAdapter | None = None,
     ) -> CheckedRequest:
         """A request to score the continuation's tokens, or without one the context's own. Raises RequestError."""
+        self.check_generates()
         token_ids, first, key = self.continuation(context, continuation, adapter)
         scores = PromptScores(first, token_ids[first:], 0, None)
         outputs = OutputBuilder(request_id, token_ids, _SCORING, arrival_time, scores=scores, adapter=adapter)
@@ -124,7 +152,7 @@ class InputProcessor:
         self, prompt: Prompt, params: SamplingParams | None = None, adapter: KnownAdapter | None = None
     ) -> tuple[str | None, list[int], ContentKey]:
         """Return the text if it was given, the token ids, and what else the cached content depends on."""
-        text, token_ids, cache_salt = self._parse_prompt(prompt)
+        text, token_ids, cache_salt = self.parse_prompt(prompt)
         if token_ids is None:
             assert text is not None
             token_ids = self.encode(text, cuts=params is not None and params.truncate_prompt_tokens is not None)
@@ -139,17 +167,16 @@ class InputProcessor:
                 f"the prompt has {len(token_ids)} tokens, and the context holds {limit}, one of them for the output: "
                 "shorten the prompt or raise max_model_len"
             )
-        self._check_token_ids(token_ids)
+        self.check_token_ids(token_ids)
         return text, token_ids, _content_key(cache_salt, adapter)
 
     def encode(self, text: str, add_special_tokens: bool = True, *, cuts: bool = False) -> list[int]:
-        """Return the token ids of a text, or possibly of its end only if the request `cuts` its beginning off. Raises
-        PromptTooLongError for a text that cannot fit."""
-        return self.tokenizer.encode(self._readable(text, cuts), add_special_tokens)
+        """Return the token ids of a text, or of its end alone if the request `cuts` it. Raises PromptTooLongError."""
+        return self.tokenizer.encode(self.readable(text, cuts), add_special_tokens)
 
-    def _readable(self, text: str, cuts: bool) -> str:
-        """Return the text, or the part of its end that is used. Encoding takes a hundred bytes of memory for each
-        character, so a long text is first encoded piece by piece, until there are too many tokens."""
+    def readable(self, text: str, cuts: bool, *, keeps_start: bool = False) -> str:
+        """Return the text, or the part that is used if it is cut: its end, or its start. Encoding takes a hundred bytes
+        of memory for each character, so a long text is encoded piece by piece, until there are too many tokens."""
         limit, num_tokens = self.model.max_model_len, 0
         most = limit * self.tokenizer.max_token_len
         if len(text) > most and not cuts:
@@ -157,6 +184,8 @@ class InputProcessor:
                 f"the text has {len(text):,} characters, and the {limit:,} tokens of the context have at most "
                 f"{most:,}: shorten it or raise max_model_len"
             )
+        if keeps_start and cuts:
+            return text[: max(_PIECE_CHARS, most)]
         text = text[-most:]
         is_usual = len(text) <= max(_PIECE_CHARS, _USUAL_CHARS * limit)
         for end in range(0 if is_usual else len(text), 0, -_PIECE_CHARS):
@@ -181,8 +210,8 @@ class InputProcessor:
         is scored. So each character of the continuation counts, also where a token lies across the border. Without a
         continuation all tokens of the context are scored except the first.
         """
-        text, token_ids, cache_salt = self._parse_prompt(context)
-        more_text, more_token_ids = (None, None) if continuation is None else self._parse_prompt(continuation)[:2]
+        text, token_ids, cache_salt = self.parse_prompt(context)
+        more_text, more_token_ids = (None, None) if continuation is None else self.parse_prompt(continuation)[:2]
         if continuation is None:
             first, token_ids = 1, self.encode(text or "") if token_ids is None else token_ids
         elif token_ids is not None and more_token_ids is not None:
@@ -193,7 +222,7 @@ class InputProcessor:
             first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(alone), len(token_ids)))
         else:
             raise InvalidPromptError("a context and its continuation must both be text, or both token ids")
-        self._check_token_ids(token_ids)
+        self.check_token_ids(token_ids)
         if not 0 < first < len(token_ids):
             raise InvalidPromptError(
                 f"the context has {first} tokens and the continuation {len(token_ids) - first} (one across their "
@@ -206,7 +235,7 @@ class InputProcessor:
             )
         return token_ids, first, _content_key(cache_salt, adapter)
 
-    def _parse_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None, str]:
+    def parse_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None, str]:
         """Return (text, token ids, salt). The caller passed one of the first two, or both; the other is None."""
         cache_salt: Any = ""
         if isinstance(prompt, Mapping):
@@ -234,13 +263,14 @@ class InputProcessor:
             raise InvalidPromptError("the prompt has neither text nor token ids")
         return text, None if token_ids is None else list(token_ids), cache_salt
 
-    def _check_token_ids(self, token_ids: list[int]) -> None:
+    def check_token_ids(self, token_ids: list[int]) -> None:
         if not token_ids:
             raise InvalidPromptError("the prompt is empty: give at least one token")
         vocab_size = self.model.vocab_size
-        for token_id in token_ids:
-            if type(token_id) is not int or not 0 <= token_id < vocab_size:
-                raise InvalidPromptError(f"token id {token_id!r} is not one of this model's, 0 to {vocab_size - 1}")
+        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+            return  # many times faster than one by one
+        wrong = next(each for each in token_ids if type(each) is not int or not 0 <= each < vocab_size)
+        raise InvalidPromptError(f"token id {wrong!r} is not one of this model's, 0 to {vocab_size - 1}")
 
     def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
         keep, limit = params.truncate_prompt_tokens, self.model.max_model_len
@@ -367,20 +397,3 @@ class InputProcessor:
 
 def _content_key(cache_salt: str, adapter: KnownAdapter | None) -> ContentKey:
     return ContentKey("" if adapter is None else adapter.digest, cache_salt)
-
-
-def recommended_params(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """Return the parameters that a generation_config.json recommends, with SamplingParams' defaults for the others.
-    Raises CheckpointError for invalid values."""
-    names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-    names["max_new_tokens"] = "max_tokens"
-    given = {name: value for key, name in names.items() if (value := generation_config.get(key)) is not None}
-    if generation_config.get("do_sample") is False:
-        given = {name: given[name] for name in ("repetition_penalty", "max_tokens") if name in given}
-        given["temperature"] = 0.0
-    try:
-        return SamplingParams(**given)
-    except InvalidParamsError as error:  # not the caller's params
-        raise CheckpointError(
-            f"the checkpoint's generation_config.json: {error}; correct it, or do without: generation_config='none'"
-        ) from error

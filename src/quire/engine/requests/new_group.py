@@ -6,8 +6,12 @@ from quire.runner.sampling.named_processor import NamedProcessor
 
 
 def new_group(inputs: InputProcessor, request: CheckedRequest, seq_id: int) -> SequenceGroup:
-    """Return the group of a request that draws tokens. Its sequence is forked once the prompt is computed."""
+    """Return the group of a request that draws tokens, whose sequence is forked once the prompt is computed, or of one
+    that pools, which ends then."""
     outputs = request.outputs
+    if outputs.pooling is not None:
+        seq = Sequence(seq_id, outputs.prompt_token_ids, (), request.sample, pooling=outputs.pooling)
+        return SequenceGroup(outputs, seq, request.content_key, adapter=request.adapter)
     processors = tuple([NamedProcessor(processor) for processor in outputs.params.logits_processors or ()])
     draws = inputs.draws(outputs.params, tuple([named.name for named in processors]))
     seq = Sequence(seq_id, outputs.prompt_token_ids, draws, request.sample, outputs.scores)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from quire.common.lora import KnownAdapter, LoRARequest
     from quire.common.params import SamplingParams
     from quire.engine.requests.logprobs import LogprobRows, PromptScores
+    from quire.engine.requests.pooling import PromptPooling
     from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
 
 
@@ -98,6 +99,8 @@ class OutputBuilder:
     prompt: str | None = None
     scores: PromptScores | None = None
     """Log-probabilities of prompt tokens, where they are wanted."""
+    pooling: PromptPooling | None = None
+    """What is made of the prompt's hidden states, where that is wanted."""
     num_cached_tokens: int = 0
     error: str | None = None
     adapter: InitVar[KnownAdapter | None] = None
@@ -125,6 +128,8 @@ class OutputBuilder:
         output.num_cached_tokens, output.metrics = self.num_cached_tokens, self.metrics
         if self.scores is not None and not (is_delta and self.has_emitted_prompt):
             output.prompt_logprobs, self.has_emitted_prompt = self.scores.to_dicts(), True
+        if self.pooling is not None:
+            output.pooled = self.pooling.result
         return output
 
     def to_failed_output(self, samples: list[SampleOutput]) -> RequestOutput:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from quire.engine.requests.beam_search import BeamSelector
     from quire.engine.requests.logprobs import PromptScores
     from quire.engine.requests.output import OutputBuilder, SampleOutput
+    from quire.engine.requests.pooling import PromptPooling
     from quire.runner.sampling.named_processor import NamedProcessor
     from quire.text.grammar.state import GrammarState
 
@@ -58,11 +59,13 @@ class Sequence:
         "drawn_rows",
         "draws",
         "grammar",
+        "is_whole",
         "needs_history",
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_served_tokens",
         "output",
+        "pooling",
         "scores",
         "seq_id",
         "status",
@@ -76,6 +79,7 @@ class Sequence:
         draws: tuple[Draw, ...],
         output: SampleOutput,
         scores: PromptScores | None = None,
+        pooling: PromptPooling | None = None,
     ) -> None:
         self.seq_id = seq_id
         self.token_ids = list(prompt_token_ids)
@@ -94,6 +98,10 @@ class Sequence:
         """Number of tokens that `_history` holds already."""
         self.scores = scores
         """Log-probabilities of its prompt tokens, where they are wanted."""
+        self.pooling = pooling
+        """What is made of its hidden states, where that is wanted."""
+        self.is_whole = pooling is not None and pooling.is_whole
+        """Whether all its tokens must run in the same step."""
         self.grammar: GrammarState | None = None
         """The grammar that its tokens must follow; None for any tokens."""
         self.beam_candidates: TokenLogprobs | None = None
@@ -141,8 +149,10 @@ class Sequence:
 
     @property
     def max_cached_tokens(self) -> int | None:
-        """The most tokens that may come from the prefix cache, since those behind them are scored; None: any number."""
-        return None if self.scores is None else self.scores.max_cached_tokens
+        """The most tokens that may come from the prefix cache, since the rows of those behind them are wanted; None:
+        any number."""
+        wanted = self.scores or self.pooling
+        return None if wanted is None else wanted.max_cached_tokens
 
     @property
     def num_tokens(self) -> int:

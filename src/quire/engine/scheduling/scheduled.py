@@ -28,7 +28,9 @@ def scheduled_sequence(
         block_tables,
         drawn,
         None if seq.scores is None else seq.scores.due(start, end),
-        adapter=adapter,
+        None if seq.pooling is None else seq.pooling.due(start, end),
+        adapter,
+        None if seq.pooling is None else seq.pooling.types(start, end),
     )
 
 

@@ -281,9 +281,11 @@ class Scheduler:
     def _start(self, group: SequenceGroup, plan: StepPlan) -> bool:
         """Start a waiting request, or leave it for a step or two while another computes its prefix.
 
-        False if it has to wait for blocks: then no other request may overtake it.
+        False if it has to wait for blocks or, as it must run whole, for tokens: then no other request may overtake it.
         """
         seq, *others = [seq for seq in group.seqs_in(SequenceStatus.WAITING) if seq.beam_candidates is None]
+        if plan.chunk(seq) <= 0:
+            return False
         hit = self._look_up(group, seq)
         if hit.is_awaited:
             return True

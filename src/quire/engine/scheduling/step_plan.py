@@ -31,8 +31,11 @@ class StepPlan:
         return (self.only is None or group in self.only) and group not in self.busy
 
     def chunk(self, seq: Sequence) -> int:
-        """How many tokens the sequence may compute."""
+        """How many tokens the sequence may compute; 0 if it must run whole and this step has no room for it."""
         num_tokens = len(seq.token_ids) - seq.num_computed_tokens
+        if seq.is_whole:
+            fits = num_tokens <= self.token_budget and (num_tokens <= self.prefill_budget or not self.scheduled)
+            return num_tokens if fits else 0
         return min(num_tokens, self.token_budget, self.prefill_budget if num_tokens > 1 else num_tokens)
 
     def is_full(self, max_num_seqs: int, num_wanted: int) -> bool:

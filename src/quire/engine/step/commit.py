@@ -74,7 +74,7 @@ class Committer:
             try:
                 if scheduled.scored is not None and seq.scores is not None:
                     seq.scores.rows.extend(result.scored[place])
-                is_changed = self._take(group, seq, result, draws)
+                is_changed = self._take(group, seq, result, place, draws)
             except Exception as error:
                 self._fail(group, failure(group.request_id, "when its tokens were added", error), error)
                 is_changed = True
@@ -82,14 +82,21 @@ class Committer:
                 changed.append(group)
         return changed
 
-    def _take(self, group: SequenceGroup, seq: Sequence, result: StepResult, draws: range) -> bool:
-        """Continue with the tokens drawn at these indices of the result. Returns whether the request has changed."""
+    def _take(self, group: SequenceGroup, seq: Sequence, result: StepResult, place: int, draws: range) -> bool:
+        """Continue with what the result has for the sequence at this place of the batch: the tokens drawn at these
+        indices, or what was pooled. Returns whether the request has changed."""
         fault_point("commit.sequence", seq.seq_id)
         if not draws:
             if seq.draws or seq.num_computed_tokens < len(seq.token_ids):
                 return False
             self._note_prompt(group, seq)
-            self._finish(group, seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
+            if (error := result.pool_errors.get(place)) is not None:
+                self._fail(group, f"request {group.request_id!r}: {error}")
+            elif seq.pooling is not None:
+                seq.pooling.result = result.pooled[place]
+                self._finish(group, seq, SequenceStatus.FINISHED_STOPPED)
+            else:
+                self._finish(group, seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
             return True
         if seq.num_computed_tokens == seq.num_prompt_tokens:
             self._fork_samples(group, seq)

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
 
-from quire.common.errors import EngineDeadError, InvalidParamsError, RequestError, failures_named
+from quire.common.errors import EngineDeadError, RequestError, failures_named
 from quire.common.lora import LoRARequest
-from quire.common.outputs import EngineStats, RequestOutput
-from quire.common.params import SamplingParams
+from quire.common.outputs import EngineStats, PoolingOutput, PoolingRequestOutput, RequestOutput
+from quire.common.params import PoolerInfo, PoolingParams, SamplingParams
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.model import ModelConfig
 from quire.engine.adapters import AdapterTable, AnyAdapter
 from quire.engine.process.messages import Ready
-from quire.engine.requests.input_processor import InputProcessor, Prompt, recommended_params
+from quire.engine.requests.input_processor import InputProcessor, Prompt
+from quire.engine.requests.recommended import recommended_params
 from quire.interfaces.async_llm.adapters import EngineAdapters
 from quire.interfaces.async_llm.cache_watchers import CacheWatchers
 from quire.interfaces.async_llm.controls import EngineControls
-from quire.interfaces.async_llm.engine_message import Params
+from quire.interfaces.async_llm.engine_message import AnyParams, Params, check_params
 from quire.interfaces.async_llm.listener import RequestListener
+from quire.interfaces.async_llm.output_processor import RequestState
 from quire.interfaces.async_llm.request_table import RequestTable
+from quire.interfaces.async_llm.starting import LazyAwaitable, nothing, read_tokenizer, start_engine
 from quire.interfaces.async_llm.supervisor import Supervisor
+from quire.interfaces.pooling import PIECE, Pair, Tokenized, check_pooling_params, pooling_output, tokenized
 from quire.text.tokenizer.callable_tokenizer import CallableTokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer
 
@@ -68,7 +72,7 @@ class AsyncLLM:
         self.model_config = model
         self.tokenizer = tokenizer
         self._engine = engine
-        self._inputs = InputProcessor(self.config, tokenizer)
+        self._inputs = InputProcessor(self.config, tokenizer, ready.pooler)
         self._requests = RequestTable(engine, self._inputs, ready.stats, holds=holds)
         self._watchers = CacheWatchers(engine)
         self._controls = EngineControls(engine)
@@ -89,7 +93,7 @@ class AsyncLLM:
         the requests. Meanwhile new requests are rejected; with `holds` they wait for the new process. `name` is the
         engine's in the log, if there are several.
         """
-        llm = cls(*await _start(args, hang_timeout_s, name), holds)
+        llm = cls(*await start_engine(args, hang_timeout_s, name), holds)
         await llm._add_modules(args)
         return llm
 
@@ -103,7 +107,7 @@ class AsyncLLM:
         llm = cls.__new__(cls)
         llm.config = engine_args.resolve()
         llm.model_config = llm.config.model
-        llm.tokenizer = _read_tokenizer(llm.model_config.tokenizer_path)
+        llm.tokenizer = read_tokenizer(llm.model_config.tokenizer_path)
         llm._start_args, llm._starting = engine_args, asyncio.Lock()
         return llm
 
@@ -113,7 +117,7 @@ class AsyncLLM:
             return
         async with self._starting:
             if self._start_args is not None:
-                self._use(*await _start(self._start_args, HANG_TIMEOUT_S))
+                self._use(*await start_engine(self._start_args, HANG_TIMEOUT_S))
                 await self._add_modules(self._start_args)
                 self._start_args = None
 
@@ -153,16 +157,9 @@ class AsyncLLM:
         generator aborts the request. A slow caller gets the tokens of several steps in one output. A beam search has a
         single output.
         """
-        _check_params(sampling_params)
+        check_params(sampling_params)
         params = sampling_params if priority is None else msgspec.structs.replace(sampling_params, priority=priority)
-        await self.start()
-        self._check_awake()
-        text = _text(prompt)
-        now = time.monotonic()
-        with failures_named(request_id, "when it was added"):
-            adapter = await self._adapters.of_request(lora_request)
-            checked = await _in_thread(text, lambda: self._inputs.request(request_id, prompt, params, now, adapter))
-        request = self._requests.add(checked, params)
+        request = await self._add(request_id, prompt, params, lora_request)
         try:
             await self._engine.drain()
             while True:
@@ -173,7 +170,59 @@ class AsyncLLM:
         finally:
             self._requests.abort_request(request)
 
-    async def score(
+    async def _add(self, request_id: str, prompt: Prompt, params: AnyParams, lora_request: AnyAdapter) -> RequestState:
+        """Check a request, and send it to the engine."""
+        await self.start()
+        self._check_awake()
+        now = time.monotonic()
+        with failures_named(request_id, "when it was added"):
+            adapter = await self._adapters.of_request(lora_request)
+            checked = await _in_thread(
+                _text(prompt), lambda: self._inputs.request(request_id, prompt, params, now, adapter)
+            )
+        return self._requests.add(checked, params)
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams,
+        request_id: str,
+        *,
+        lora_request: AnyAdapter = None,
+        priority: int | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """Yield the one output of a pooling request: what the model makes of a text, as the parameters' task says.
+
+        The errors are those of `generate`. If the request's own work fails, RequestFailedError is raised. For the
+        output under another class, such as EmbeddingRequestOutput, see `pooling_output`.
+        """
+        params = check_pooling_params(pooling_params)
+        params = params if priority is None else msgspec.structs.replace(params, priority=priority)
+        request = await self._add(request_id, prompt, params, lora_request)
+        try:
+            await self._engine.drain()
+            yield pooling_output(await request.next_output(), PoolingRequestOutput, PoolingOutput)
+        finally:
+            self._requests.abort_request(request)
+
+    async def pooling_prompts(self, given: Sequence[Prompt | Pair], pooling_params: PoolingParams) -> list[Tokenized]:
+        """Return prompts for `encode`: texts, and pairs of texts for a cross-encoder, become token ids, cut as the
+        parameters say. In the place of one that is wrong is its error.
+
+        Many texts are tokenized in a thread, a few at a time, so that other requests are served meanwhile.
+        """
+        params, made = check_pooling_params(pooling_params), list[Tokenized]()
+        await self.start()
+        for start in range(0, len(given), PIECE):
+            made += await asyncio.to_thread(tokenized, self._inputs.pooling, given[start : start + PIECE], params)
+        return made
+
+    @property
+    def pooler(self) -> PoolerInfo | None:
+        """What a pooling model can make of texts; None if the model generates."""
+        return self._inputs.pooling.info
+
+    async def score_tokens(
         self, context: Prompt, continuation: Prompt | None, *, request_id: str, lora_request: AnyAdapter = None
     ) -> RequestOutput:
         """Return an output with `prompt_logprobs` of the continuation's tokens, or of the context's if there is none.
@@ -196,7 +245,7 @@ class AsyncLLM:
         finally:
             self._requests.abort_request(request)
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Raises PromptTooLongError if no prompt can be as long."""
         await self.start()
         return await _in_thread(text, lambda: self._inputs.encode(text, add_special_tokens))
@@ -325,43 +374,13 @@ class AsyncLLM:
         `timeout` makes no difference.
         """
         if self._start_args is not None:
-            return _Awaitable(_nothing)
+            return LazyAwaitable(nothing)
         self._engine.begin_close()
-        return _Awaitable(self._engine.close)
+        return LazyAwaitable(self._engine.close)
 
 
 AsyncLLMEngine = AsyncLLM
 """vLLM's older name."""
-
-
-class _Awaitable(Awaitable[None]):
-    """What `make` returns, if it is awaited; unlike a coroutine, it need not be."""
-
-    def __init__(self, make: Callable[[], Awaitable[None]]) -> None:
-        self._make = make
-
-    def __await__(self) -> Generator[Any, None, None]:
-        return self._make().__await__()
-
-
-async def _nothing() -> None:
-    """The end of an engine that was never started."""
-
-
-async def _start(
-    args: EngineArgs, hang_timeout_s: float | None, name: str = ""
-) -> tuple[Supervisor, Ready, EngineConfig, Tokenizer]:
-    """Start an engine process, and read the tokenizer while it loads."""
-    config = await asyncio.to_thread(args.resolve)
-    engine = Supervisor(replace(args, lora_modules=()), hang_timeout_s, name=name)  # this process knows the adapters
-    reading = asyncio.to_thread(_read_tokenizer, config.model.tokenizer_path)
-    ready, tokenizer = await asyncio.gather(engine.start(), reading, return_exceptions=True)
-    if isinstance(ready, BaseException):
-        raise ready
-    if isinstance(tokenizer, BaseException):
-        await engine.close()
-        raise tokenizer
-    return engine, ready, config, tokenizer
 
 
 def _text(prompt: Prompt) -> str | None:
@@ -373,17 +392,3 @@ def _text(prompt: Prompt) -> str | None:
 async def _in_thread(text: str | None, make: Callable[[], _T]) -> _T:
     """Return the result of `make`, called in a thread if it tokenizes a long text."""
     return make() if text is None or len(text) < _LONG_TEXT else await asyncio.to_thread(make)
-
-
-def _read_tokenizer(path: Any) -> Tokenizer:
-    tokenizer = Tokenizer.from_path(path)
-    _ = tokenizer.max_token_len  # computed now, because it is slow for a large vocabulary
-    return tokenizer
-
-
-def _check_params(params: Any) -> None:
-    if not isinstance(params, Params):
-        raise InvalidParamsError(f"params must be SamplingParams or BeamSearchParams, not {type(params).__name__}")
-    for name in ("logits_processors", "extra_args") if isinstance(params, SamplingParams) else ():
-        if getattr(params, name):
-            raise InvalidParamsError(f"{name} cannot be sent to the engine process: use it with LLM only")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from msgspec.structs import replace
 
-from quire.common.params import BeamSearchParams, SamplingParams
-from quire.engine.process.messages import AddRequest, AddScoring
+from quire.common.errors import InvalidParamsError
+from quire.common.params import BeamSearchParams, PoolingParams, SamplingParams
+from quire.engine.process.messages import AddAny, AddPooling, AddRequest, AddScoring
 from quire.engine.requests.input_processor import CheckedRequest
 
 Params = SamplingParams | BeamSearchParams
+AnyParams = Params | PoolingParams
 
 
-def engine_message(key: int, request: CheckedRequest, params: Params | None, seed: int) -> AddRequest | AddScoring:
+def engine_message(key: int, request: CheckedRequest, params: AnyParams | None, seed: int) -> AddAny:
     """Return the message for a request, which is only scored if `params` is None; `seed` is used if they have none.
     Raises msgspec's errors if encoding fails."""
     outputs, salt = request.outputs, request.content_key.cache_salt
@@ -20,6 +24,10 @@ def engine_message(key: int, request: CheckedRequest, params: Params | None, see
     if params is None:
         assert outputs.scores is not None
         return AddScoring(key, request_id, token_ids, outputs.scores.first, salt, request.adapter)
+    if isinstance(params, PoolingParams):
+        types = None if outputs.pooling is None else outputs.pooling.token_type_ids
+        uncut = replace(params, truncate_prompt_tokens=None, cache_salt="")  # done already
+        return AddPooling(key, request_id, token_ids, salt, arrival_time, uncut, types, request.adapter)
     encoded = msgspec.Raw(msgspec.msgpack.encode(_engine_params(params, seed)))
     is_search = request.search is not None
     return AddRequest(key, request_id, token_ids, salt, arrival_time, is_search, encoded, adapter=request.adapter)
@@ -45,3 +53,12 @@ def _engine_params(params: Params, seed: int) -> Params:
         structured_outputs=structure,
         output_kind="delta",
     )
+
+
+def check_params(params: Any) -> None:
+    """Raise InvalidParamsError for what are no parameters, or cannot be sent."""
+    if not isinstance(params, Params):
+        raise InvalidParamsError(f"params must be SamplingParams or BeamSearchParams, not {type(params).__name__}")
+    for name in ("logits_processors", "extra_args") if isinstance(params, SamplingParams) else ():
+        if getattr(params, name):
+            raise InvalidParamsError(f"{name} cannot be sent to the engine process: use it with LLM only")

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from quire.common.batch import TokenLogprobs
 from quire.common.errors import EngineDeadError, QuireError, failures_named
 from quire.common.outputs import CompletionOutput, FinishReason, RequestOutput
-from quire.engine.process.messages import AddRequest, AddScoring, Progress, RequestDelta, SequenceDelta
+from quire.engine.process.messages import AddAny, AddRequest, Progress, RequestDelta, SequenceDelta
 from quire.engine.requests.output import OutputBuilder, SampleOutput, text_of
 
 _LOGPROB_ROWS_AT_ONCE = 64
@@ -27,7 +27,7 @@ class RequestState:
     tokens, which max_model_len bounds.
     """
 
-    def __init__(self, message: AddRequest | AddScoring, outputs: OutputBuilder, sample: SampleOutput) -> None:
+    def __init__(self, message: AddAny, outputs: OutputBuilder, sample: SampleOutput) -> None:
         """`message` is the one that adds the request to the engine; `sample` is its first sample."""
         self.message = message
         self.outputs = outputs
@@ -83,6 +83,8 @@ class RequestState:
         outputs.metrics = delta.metrics or outputs.metrics
         if delta.prompt_logprobs is not None and outputs.scores is not None and not outputs.scores.is_done:
             outputs.scores.rows.extend(delta.prompt_logprobs.unpack())
+        if delta.pooled is not None and outputs.pooling is not None:
+            outputs.pooling.result = delta.pooled.unpack()
         if self._is_beam_search:
             self._beams = [self._beam_output(beam) for beam in delta.sequences]
             num_tokens = sum(len(beam.token_ids) for beam in delta.sequences)
@@ -99,13 +101,13 @@ class RequestState:
             self._changed.set()
         return num_tokens
 
-    def replay(self) -> AddRequest | AddScoring:
+    def replay(self) -> AddAny:
         """Return the message with which another engine continues this request.
 
         A single sample continues after its last token. Several samples start again from the prompt, and so do beam
-        searches and scores, which have emitted nothing yet.
+        searches, scores and pooling, which have emitted nothing yet.
         """
-        if isinstance(self.message, AddScoring):
+        if not isinstance(self.message, AddRequest):
             return self.message
         progress = Progress(self.outputs.metrics, self.outputs.num_cached_tokens)
         if self.outputs.params.num_samples == 1:

@@ -16,9 +16,10 @@ from quire.common.errors import (
 )
 from quire.common.log import logger
 from quire.common.outputs import EngineStats
+from quire.common.params import PoolingParams
 from quire.engine.process.messages import Abort, Event, ProtocolError, Ready, RequestDelta, StepDone
 from quire.engine.requests.input_processor import CheckedRequest, InputProcessor
-from quire.interfaces.async_llm.engine_message import Params, engine_message
+from quire.interfaces.async_llm.engine_message import AnyParams, engine_message
 from quire.interfaces.async_llm.listener import RequestListener
 from quire.interfaces.async_llm.output_processor import RequestState
 from quire.interfaces.async_llm.supervisor import Supervisor
@@ -43,7 +44,7 @@ class RequestTable:
         self.listeners: list[RequestListener] = []
         self.num_replayed = 0
 
-    def add(self, checked: CheckedRequest, params: Params | None = None) -> RequestState:
+    def add(self, checked: CheckedRequest, params: AnyParams | None = None) -> RequestState:
         """Send a request to the engine; without `params` it is only scored. Raises RequestError or EngineDeadError, and
         then sends nothing.
 
@@ -59,10 +60,11 @@ class RequestTable:
                 self._engine.send(message)
         except (OverflowError, TypeError, UnicodeError, ProtocolError) as error:
             raise InvalidParamsError(f"the request cannot be sent to the engine: {error}") from error
-        self._num_seeds += params is not None
+        self._num_seeds += params is not None and not isinstance(params, PoolingParams)
         request = self._requests[key] = RequestState(message, checked.outputs, checked.sample)
         self._request_ids.add(request_id)
-        self._notify("on_request_start", request_id, len(message.token_ids), params or checked.outputs.params)
+        known = checked.outputs.params if params is None or isinstance(params, PoolingParams) else params
+        self._notify("on_request_start", request_id, len(message.token_ids), known)
         return request
 
     def abort(self, request_id: str) -> None:

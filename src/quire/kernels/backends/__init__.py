@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.common import errors, faults
 from quire.kernels.backends.base import Backend
-from quire.kernels.backends.native_backend import NativeBackend
+from quire.kernels.backends.native.backend import NativeBackend
 from quire.kernels.backends.reference_backend import ReferenceBackend
 from quire.kernels.backends.shapes import ShapesBackend
 

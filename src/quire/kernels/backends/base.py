@@ -9,10 +9,62 @@ from torch import Tensor
 
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace
-from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
+from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights, Routing
 from quire.kernels.sampling.tensors import SamplingTensors
-from quire.kernels.variants import ActivationKind, AttentionVariant
-from quire.kernels.weights import LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
+from quire.kernels.variants import ActivationKind, AttentionVariant, DistanceTerms, EncoderVariant
+from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
+
+
+class LatentKernels(Protocol):
+    """The kernels of multi-head latent attention, as `Backend` has those of other layers.
+
+    The definitions are in `backends/reference_attention.py`.
+    """
+
+    def make_cache(
+        self, buffer: Tensor, num_blocks: int, block_size: int, width: int, dtype: torch.dtype
+    ) -> Tensor: ...
+    def is_cache(self, cache: Tensor) -> bool:
+        """Whether it is laid out as `make_cache` does: [num_blocks, block_size, width]."""
+
+    def write(self, latents: Tensor, rotary: Tensor, cache: Tensor, slots: Tensor) -> None: ...
+    def copy_slots(self, cache: Tensor, src_slots: Tensor, dst_slots: Tensor) -> None: ...
+    def attention(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+        value_dim: int,
+        scale: float,
+    ) -> Tensor: ...
+
+    def pack_heads(self, weights: Tensor) -> HeadWeights: ...
+    def multiply_heads(self, x: Tensor, weights: HeadWeights) -> Tensor: ...
+
+
+class EncoderKernels(Protocol):
+    """The kernels of encoders, as `Backend` has those of other layers.
+
+    The definitions are in `backends/reference_attention.py` and `backends/reference_pooling.py`.
+    """
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        variant: EncoderVariant,
+        terms: DistanceTerms | None,
+    ) -> Tensor: ...
+    def embedding_norm(
+        self, tables: Sequence[tuple[Tensor, Tensor | None]], weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor: ...
+    def pool_rows(self, x: Tensor, pooling: str) -> Tensor: ...
 
 
 class Backend(Protocol):
@@ -39,6 +91,14 @@ class Backend(Protocol):
     @property
     def cache_layout(self) -> str:
         """The layout of `make_layer_cache` in words, for error messages."""
+
+    @property
+    def latent(self) -> LatentKernels:
+        """The kernels of multi-head latent attention."""
+
+    @property
+    def encoder(self) -> EncoderKernels:
+        """The kernels of encoders."""
 
     def num_threads(self) -> int:
         """Threads that kernels called by this thread run on."""
@@ -81,6 +141,7 @@ class Backend(Protocol):
 
     def quantized_bytes(self, n: int, k: int, format: str, scale_range: int) -> int: ...
     def mapped_weight(self, n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight: ...
+    def weight_copy(self, data: Tensor) -> Tensor: ...
     def quantize_weight(self, weight: Tensor, format: str) -> QuantizedWeight | None:
         """None: an element is not finite."""
 
@@ -105,6 +166,7 @@ class Backend(Protocol):
 
     def route(self, logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]: ...
     def group_by_expert(self, ids: Tensor, num_experts: int) -> ExpertRows: ...
+    def read_ahead(self, files: ExpertFiles, rows: ExpertRows) -> None: ...
     def expert_matmul(
         self, x: Tensor, experts: ExpertWeights, rows: ExpertRows, of_tokens: bool, out: Tensor
     ) -> None: ...
@@ -126,6 +188,7 @@ class Backend(Protocol):
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor: ...
+    def head_layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor: ...
     def scale(self, x: Tensor, factor: float) -> None: ...
     def clip(self, x: Tensor, limit: float) -> None: ...
     def softcap(self, x: Tensor, cap: float) -> None: ...
@@ -148,7 +211,6 @@ class Backend(Protocol):
         scale: float,
         variant: AttentionVariant,
     ) -> Tensor: ...
-
     def sample(self, logits: Tensor, how: SamplingTensors) -> Tensor: ...
     def processed_logits(self, logits: Tensor, how: SamplingTensors, rows: Tensor) -> Tensor: ...
     def top_logprobs(

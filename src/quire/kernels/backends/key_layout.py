@@ -1,4 +1,4 @@
-"""The layout of the KV cache on the CPU: keys lie dimension-major within a block (ADR 0002)."""
+"""The layout of the KV cache on the CPU: keys lie dimension-major within a block (ADR 0002), latents in rows."""
 
 import torch
 from torch import Tensor
@@ -40,6 +40,42 @@ def make_layer_cache(
     lanes, pack = _lanes(head_dim, dtype)
     key_bytes = block_size * num_kv_heads * lanes * LANE_BYTES  # of one block
     block_bytes = key_bytes + block_size * num_kv_heads * head_dim * dtype.itemsize
+    blocks = _block_rows(buffer, num_blocks, block_bytes).view(dtype)
+    keys, values = blocks.tensor_split([key_bytes // dtype.itemsize], dim=1)
+    return (
+        keys.view(num_blocks, num_kv_heads, lanes, block_size, pack),
+        values.view(num_blocks, num_kv_heads, block_size, head_dim),
+    )
+
+
+def make_latent_cache(buffer: Tensor, num_blocks: int, block_size: int, width: int, dtype: torch.dtype) -> Tensor:
+    """View a buffer, as that of `make_layer_cache`, as one layer's latents [num_blocks, block_size, width].
+
+    Kernels read them in units of LANE_BYTES.
+    """
+    sizes = {"num_blocks": num_blocks, "block_size": block_size, "width": width}
+    if dtype not in DTYPES or min(sizes.values()) < 1 or width * dtype.itemsize % LANE_BYTES:
+        raise KernelError(
+            "a cache of latents has positive sizes, and holds float32 or bfloat16 of an even width; "
+            f"got {dtype} {sizes}"
+        )
+    block_bytes = block_size * width * dtype.itemsize
+    return _block_rows(buffer, num_blocks, block_bytes).view(dtype).view(num_blocks, block_size, width)
+
+
+def is_latent_cache(cache: Tensor) -> bool:
+    """Whether it is one that `make_latent_cache` makes, or a separate one of such a shape."""
+    return (
+        cache.dim() == 3
+        and cache.dtype in DTYPES
+        and min(cache.shape) > 0
+        and cache.shape[2] * cache.element_size() % LANE_BYTES == 0
+        and _blocks_are_contiguous(cache, (cache.shape[2], 1))
+    )
+
+
+def _block_rows(buffer: Tensor, num_blocks: int, block_bytes: int) -> Tensor:
+    """The bytes of each block, [num_blocks, block_bytes]."""
     is_flat = buffer.dim() == 1 and len(buffer) >= num_blocks * block_bytes
     is_rows = buffer.dim() == 2 and len(buffer) >= num_blocks and buffer.shape[1] >= block_bytes
     if buffer.dtype is not torch.uint8 or not (is_flat or is_rows) or buffer.stride(-1) != 1:
@@ -52,13 +88,7 @@ def make_layer_cache(
         raise KernelError(
             f"the buffer and its rows must start on a multiple of {alignment} bytes, got {buffer.data_ptr():#x}"
         )
-    rows = buffer[: num_blocks * block_bytes].view(num_blocks, -1) if is_flat else buffer[:num_blocks, :block_bytes]
-    blocks = rows.view(dtype)
-    keys, values = blocks.tensor_split([key_bytes // dtype.itemsize], dim=1)
-    return (
-        keys.view(num_blocks, num_kv_heads, lanes, block_size, pack),
-        values.view(num_blocks, num_kv_heads, block_size, head_dim),
-    )
+    return buffer[: num_blocks * block_bytes].view(num_blocks, -1) if is_flat else buffer[:num_blocks, :block_bytes]
 
 
 def is_layer_cache(k_cache: Tensor, v_cache: Tensor) -> bool:

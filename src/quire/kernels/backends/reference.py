@@ -244,6 +244,12 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | N
     return layer_norm(residual, weight, bias, eps)
 
 
+def head_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer norm of each head, by weights and biases (or none) of its own, [num_heads, head_dim] float32."""
+    normed = F.layer_norm(x.float(), x.shape[-1:], eps=eps) * weight
+    return (normed if bias is None else normed + bias).to(x.dtype)
+
+
 def scale(x: Tensor, factor: float) -> None:
     """`x *= factor` in place, rounded to its dtype; the factor is a float32."""
     x.copy_((x.float() * torch.tensor(factor)).to(x.dtype))

@@ -14,14 +14,40 @@ from quire.kernels.backends import (
     reference,
     reference_attention,
     reference_blocks,
+    reference_pooling,
     reference_rotation,
     reference_sampling,
 )
+from quire.kernels.backends.base import EncoderKernels, LatentKernels
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace, zeroed_blocks
 from quire.kernels.checks import check_range
-from quire.kernels.experts.weights import ExpertRows, ExpertWeights
-from quire.kernels.weights import LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
+from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights
+from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
+
+
+class ReferenceLatentKernels:
+    """As LatentKernels."""
+
+    make_cache = staticmethod(key_layout.make_latent_cache)
+    is_cache = staticmethod(key_layout.is_latent_cache)
+    write = staticmethod(reference_attention.write_latents)
+    copy_slots = staticmethod(reference_attention.copy_latent_slots)
+    attention = staticmethod(reference_attention.latent_attention)
+
+    def pack_heads(self, weights: Tensor) -> HeadWeights:
+        return HeadWeights(weights.shape, weights.dtype, weights.detach().clone())
+
+    def multiply_heads(self, x: Tensor, weights: HeadWeights) -> Tensor:
+        return reference_attention.multiply_heads(x, weights.data)
+
+
+class ReferenceEncoderKernels:
+    """As EncoderKernels."""
+
+    attention = staticmethod(reference_attention.encoder_attention)
+    embedding_norm = staticmethod(reference_pooling.embedding_norm)
+    pool_rows = staticmethod(reference_pooling.pool_rows)
 
 
 class ReferenceBackend:
@@ -36,6 +62,8 @@ class ReferenceBackend:
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
+        self.latent: LatentKernels = ReferenceLatentKernels()
+        self.encoder: EncoderKernels = ReferenceEncoderKernels()
 
     def holds(self, tensor: Tensor) -> bool:
         device = tensor.device
@@ -80,6 +108,9 @@ class ReferenceBackend:
 
     def mapped_weight(self, n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight:
         raise KernelError("quantized weights that were saved need the native kernels, which are not in use")
+
+    def weight_copy(self, data: Tensor) -> Tensor:
+        return data.clone()
 
     def quantize_weight(self, weight: Tensor, format: str) -> QuantizedWeight | None:
         if not bool(weight.isfinite().all()):
@@ -136,6 +167,8 @@ class ReferenceBackend:
         starts = torch.cat([ends.new_zeros(1), ends]).int()
         return ExpertRows(ids.shape[1], starts, pairs.int(), pairs.argsort().int())
 
+    def read_ahead(self, files: ExpertFiles, rows: ExpertRows) -> None: ...
+
     def expert_work_bytes(self, experts: ExpertWeights, part: int, num_rows: int, of_tokens: bool) -> int:
         return 0
 
@@ -174,6 +207,7 @@ class ReferenceBackend:
     add_rms_norm = staticmethod(reference.add_rms_norm)
     layer_norm = staticmethod(reference.layer_norm)
     add_layer_norm = staticmethod(reference.add_layer_norm)
+    head_layer_norm = staticmethod(reference.head_layer_norm)
     activation = staticmethod(reference.activation)
     gated_activation = staticmethod(reference.gated_activation)
     scale = staticmethod(reference.scale)

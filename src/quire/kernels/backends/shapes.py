@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quire.kernels.backends.base import Backend
-from quire.kernels.backends.reference_backend import ReferenceBackend
+from quire.kernels.backends.reference_backend import ReferenceBackend, ReferenceLatentKernels
 from quire.kernels.backends.workspace import Workspace, empty
-from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
+from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights, Routing
 from quire.kernels.variants import ActivationKind
-from quire.kernels.weights import LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
+from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
 _ALIGNMENT = 64
 
@@ -89,6 +89,8 @@ class ShapesBackend(ReferenceBackend):
     def __init__(self, host: Backend) -> None:
         super().__init__("meta")
         self._host = host
+        self.latent = _LatentShapes(self)
+        self.encoder = _EncoderShapes(self)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return empty(shape, dtype).to("meta")  # of a Meter, it is there already
@@ -104,6 +106,9 @@ class ShapesBackend(ReferenceBackend):
 
     def mapped_weight(self, n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight:
         return QuantizedWeight(n, k, dtype, format, data, 0)
+
+    def weight_copy(self, data: Tensor) -> Tensor:
+        return data
 
     def quantize_weight(self, weight: Tensor, format: str) -> QuantizedWeight:
         n, k = weight.shape
@@ -143,6 +148,8 @@ class ShapesBackend(ReferenceBackend):
         lengths = num_experts + 1, ids.numel(), ids.numel()
         return ExpertRows(ids.shape[1], *(self.empty((length,), torch.int32) for length in lengths))
 
+    def read_ahead(self, files: ExpertFiles, rows: ExpertRows) -> None: ...
+
     def expert_matmul(self, x: Tensor, experts: ExpertWeights, rows: ExpertRows, of_tokens: bool, out: Tensor) -> None:
         for part in range(len(experts.sizes)):
             self.empty((self._host.expert_work_bytes(experts, part, len(out), of_tokens),), torch.uint8)
@@ -163,7 +170,8 @@ class ShapesBackend(ReferenceBackend):
     def _like(self, x: Tensor, *_: object) -> Tensor:
         return self.empty(x.shape, x.dtype)
 
-    rms_norm = add_rms_norm = layer_norm = add_layer_norm = activation = paged_attention = _like  # type: ignore[assignment]
+    rms_norm = add_rms_norm = layer_norm = add_layer_norm = head_layer_norm = _like  # type: ignore[assignment]
+    activation = paged_attention = _like  # type: ignore[assignment]
 
     def gated_activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
         return self.empty((len(x), x.shape[1] // 2), x.dtype)
@@ -171,3 +179,37 @@ class ShapesBackend(ReferenceBackend):
     def _nothing(self, *_: object) -> None: ...
 
     add = scale = clip = softcap = rotary_embedding = write_kv = _nothing  # type: ignore[assignment]
+
+
+class _LatentShapes(ReferenceLatentKernels):
+    def __init__(self, backend: ShapesBackend) -> None:
+        self._empty = backend.empty
+
+    def write(self, latents: Tensor, rotary: Tensor, cache: Tensor, slots: Tensor) -> None: ...
+
+    def attention(self, query: Tensor, cache: Tensor, *others: Any) -> Tensor:
+        value_dim = others[-2]
+        return self._empty((*query.shape[:2], value_dim), query.dtype)
+
+    def pack_heads(self, weights: Tensor) -> HeadWeights:
+        return HeadWeights(weights.shape, weights.dtype, weights)
+
+    def multiply_heads(self, x: Tensor, weights: HeadWeights) -> Tensor:
+        return self._empty((*x.shape[:2], weights.n + x.shape[2] - weights.k), x.dtype)
+
+
+class _EncoderShapes:
+    def __init__(self, backend: ShapesBackend) -> None:
+        self._empty = backend.empty
+
+    def attention(self, query: Tensor, *_: object) -> Tensor:
+        return self._empty(query.shape, query.dtype)
+
+    def embedding_norm(
+        self, tables: Sequence[tuple[Tensor, Tensor | None]], weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        ids, table = next(ids for _, ids in tables if ids is not None), tables[0][0]
+        return self._empty((len(ids), table.shape[1]), table.dtype)
+
+    def pool_rows(self, x: Tensor, pooling: str) -> Tensor:
+        return self._empty((x.shape[1],), torch.float32)

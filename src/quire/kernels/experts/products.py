@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.checks import DTYPES, kernel_errors, refusal
-from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
+from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights, Routing
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -40,6 +40,16 @@ def group_by_expert(ids: Tensor, num_experts: int) -> ExpertRows:
         raise refusal("group_by_expert", "contiguous ids [num_tokens, top_k] int32", ids=ids)
     with kernel_errors():
         return backend_of(ids).group_by_expert(ids, num_experts)
+
+
+def read_ahead(files: ExpertFiles, rows: ExpertRows) -> None:
+    """Ask the system for the matrices of all experts that have rows, in whole, where they are not in memory.
+
+    Does not wait for them. A product reads a matrix page by page, and the system then reads as much again around each.
+    """
+    if len(files.ranges) != len(rows.starts) - 1:
+        raise refusal("read_ahead", f"rows grouped for {len(files.ranges)} experts", starts=rows.starts)
+    backend_of(rows.starts).read_ahead(files, rows)
 
 
 def expert_matmul(

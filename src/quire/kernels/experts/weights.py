@@ -70,6 +70,16 @@ class ExpertRows:
     """[num_tokens * top_k] int32: the place of each pair in that order"""
 
 
+class ExpertFiles:
+    """Where the matrices of experts lie that may have to be read from a file, several for each expert."""
+
+    def __init__(self, experts: Sequence[Sequence[QuantizedWeight]]) -> None:
+        """The matrices of each expert, as many for all."""
+        places = [[(matrix.address, matrix.data.nbytes) for matrix in matrices] for matrices in experts]
+        self.ranges = np.array(places, np.int64)
+        """[num_experts, matrices, 2]: address and bytes. No tensor: it may be made while kernels are recorded."""
+
+
 class ExpertWeights:
     """A matrix [n, k] for each expert of a layer, with biases [n] float32 or without. It keeps them alive.
 

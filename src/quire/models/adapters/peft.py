@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from hashlib import blake2b
+from os.path import isfile
 from pathlib import Path
 
 import torch
@@ -45,8 +46,8 @@ def read_adapter(folder: Path, model: Model, max_rank: int) -> Adapter:
     if the adapter does not fit the model, if a rank is above `max_rank`, or if a number is not finite.
     """
     config = PeftConfig.read(folder)
-    if not (folder / WEIGHTS_FILE).is_file():
-        pickled = (folder / _PICKLE).is_file()
+    if not isfile(folder / WEIGHTS_FILE):
+        pickled = isfile(folder / _PICKLE)
         why = f"its weights in {_PICKLE}, a format that can run code" if pickled else f"no {WEIGHTS_FILE}"
         raise CheckpointError(f"{folder} has {why}: save the adapter with PEFT's save_pretrained, as safetensors")
     checkpoint = MappedCheckpoint(read_header(folder / WEIGHTS_FILE))

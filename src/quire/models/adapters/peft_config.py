@@ -1,12 +1,13 @@
 """The `adapter_config.json` of PEFT (https://github.com/huggingface/peft), which is not trusted."""
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
 from quire.common.errors import CheckpointError, UnsupportedModelError
+from quire.config.checkpoint.name_patterns import NamePattern, NamePatterns
 from quire.config.hf_config import HFConfig
 
 CONFIG_FILE = "adapter_config.json"
@@ -24,11 +25,6 @@ _KNOWN = (
 _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """The values of `init_lora_weights` that leave the weights of the model as they were."""
 
-_MAX_PATTERNS = 4096
-_MAX_REPEATING = 64
-_MAX_PATTERN = 300
-_MAX_REPEATS = 2
-
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
@@ -38,9 +34,9 @@ class PeftConfig:
     """The file, for error messages."""
     rank: int
     alpha: float
-    ranks: tuple[tuple[re.Pattern[str], int], ...]
+    ranks: tuple[tuple[NamePattern, int], ...]
     """Ranks of the modules whose names match, the first of which counts."""
-    alphas: tuple[tuple[re.Pattern[str], float], ...]
+    alphas: tuple[tuple[NamePattern, float], ...]
     uses_rslora: bool
     targets: tuple[str, ...] | None
     """Names of modules, or ends of them, that have adapters; None if the file gives a regular expression."""
@@ -51,7 +47,7 @@ class PeftConfig:
         """Raises UnsupportedModelError for a setting that Quire does not compute, CheckpointError for a missing or
         malformed file."""
         path = folder / CONFIG_FILE
-        if not path.is_file():
+        if not isfile(path):
             raise CheckpointError(f"{folder} has no {CONFIG_FILE}: not the folder of a PEFT adapter")
         values = HFConfig.read(path)
         if values.text("peft_type") != "LORA":
@@ -71,11 +67,11 @@ class PeftConfig:
 
     def rank_of(self, module: str) -> int:
         """The rank in a module, by its name in the base model."""
-        return next((rank for pattern, rank in self.ranks if pattern.match(module)), self.rank)
+        return next((rank for pattern, rank in self.ranks if pattern.ends(module)), self.rank)
 
     def scale_of(self, module: str) -> float:
         """The factor of a module: alpha / rank, or alpha / sqrt(rank) for rsLoRA (Kalajdzievski 2023)."""
-        alpha = next((alpha for pattern, alpha in self.alphas if pattern.match(module)), self.alpha)
+        alpha = next((alpha for pattern, alpha in self.alphas if pattern.ends(module)), self.alpha)
         rank = self.rank_of(module)
         return alpha / (rank**0.5 if self.uses_rslora else rank)
 
@@ -109,30 +105,13 @@ def _targets(values: HFConfig) -> tuple[str, ...] | None:
     return tuple(targets)
 
 
-def _patterns(
-    values: HFConfig, key: str, read: Callable[[HFConfig, str], Any]
-) -> tuple[tuple[re.Pattern[str], Any], ...]:
+def _patterns(values: HFConfig, key: str, read: Callable[[HFConfig, str], Any]) -> tuple[tuple[NamePattern, Any], ...]:
     """The expressions of rank_pattern or alpha_pattern, as PEFT matches them: the end of a module's name."""
     section = values.section(key)
-    found: list[tuple[re.Pattern[str], Any]] = []
-    num_repeating = 0
-    for text in section or ():
-        assert section is not None
-        repeats = len(re.findall(r"[*+?{|]", text))
-        num_repeating += repeats > 0
-        if len(text) > _MAX_PATTERN or repeats > _MAX_REPEATS or num_repeating > _MAX_REPEATING:
-            raise UnsupportedModelError(
-                f"{section.source} has the pattern {text[:80]!r}; allowed are {_MAX_PATTERN} characters and "
-                f"{_MAX_REPEATS} of *+?{{|, and at most {_MAX_REPEATING} patterns with these, so that matching is fast"
-            )
-        if len(found) == _MAX_PATTERNS:
-            raise CheckpointError(f"{section.source} has more than {_MAX_PATTERNS} patterns")
-        try:
-            pattern = re.compile(rf"(.*\.)?({text})$")
-        except re.error as error:
-            raise CheckpointError(f"{section.source} has the pattern {text[:80]!r}: {error}") from error
-        found.append((pattern, read(section, text)))
-    return tuple(found)
+    if section is None:
+        return ()
+    patterns = NamePatterns()
+    return tuple((patterns.compile(section.source, text), read(section, text)) for text in section)
 
 
 def _shown(value: object) -> str:

@@ -1,26 +1,28 @@
 """A layer's attention: projections, norms and rotation of heads, and the paged attention of the layer library."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from quire.kernels import AttentionVariant
+from quire import kernels
+from quire.kernels import AttentionVariant, EncoderVariant
 from quire.models.decoder.shapes import AttentionShape, HeadNormShape, QKVLayout, Span
-from quire.models.layers.attention import Attention, SinkAttention
+from quire.models.layers.attention import Attention, EncoderAttention, SinkAttention
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
 from quire.models.layers.linear import ClippedLinear, Linear, output_linear
-from quire.models.layers.norm import Norm, RMSNorm, make_norm
+from quire.models.layers.norm import RMSNorm, make_norm
 from quire.models.layers.rotary import RotaryEmbedding
+from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 
-HeadStep = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From query, key [num_tokens, num_heads, head_dim] and positions [num_tokens] to query and key. It may write to those
-that it gets."""
+HeadStep = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From query, key, value [num_tokens, num_heads, head_dim] and positions [num_tokens] to query and key. It may write to
+all that it gets."""
 
 
 class SelfAttention(nn.Module):
-    """Causal attention of one layer."""
+    """Attention of one layer."""
 
     def __init__(
         self, shape: AttentionShape, hidden_size: int, dtype: torch.dtype, rotary: RotaryEmbedding | None
@@ -30,7 +32,7 @@ class SelfAttention(nn.Module):
         num_heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
         sizes = tuple(n * head_dim for n in num_heads)
         is_apart, is_transposed = shape.qkv_layout is QKVLayout.APART, shape.is_transposed
-        make = Linear if shape.clip is None else partial(ClippedLinear, shape.clip)
+        make = Linear if shape.clip is None or shape.head_norm is not None else partial(ClippedLinear, shape.clip)
         self.qkv_proj = make(
             hidden_size,
             sizes if is_apart else sum(sizes),
@@ -47,19 +49,21 @@ class SelfAttention(nn.Module):
             dtype=dtype,
             is_transposed=is_transposed,
         )
-        self.attn = _paged_attention(shape)
+        self.attn = _attention(shape)
         self._heads = self._make_heads(shape, num_heads, rotary)
 
     def _make_heads(
         self, shape: AttentionShape, num_heads: tuple[int, int, int], rotary: RotaryEmbedding | None
     ) -> "RotatedHeads | SteppedHeads":
-        if rotary is not None and shape.head_norm is None:
+        if rotary is not None and rotary.is_uniform and shape.head_norm is None:
             return RotatedHeads(num_heads, rotary)
-        steps: list[HeadStep] = [] if rotary is None else [rotary.rotate_pair]
+        steps: list[HeadStep] = [] if rotary is None else [partial(_rotate, rotary)]
         if shape.head_norm is not None:
             self.q_norm = _head_norm(shape.head_norm, shape.num_heads, shape.head_dim)
             self.k_norm = _head_norm(shape.head_norm, shape.num_kv_heads, shape.head_dim)
-            steps.insert(len(steps) if shape.head_norm.after_rope else 0, self._norm_pair)
+            after = [] if shape.clip is None else [partial(_clip, shape.clip)]
+            at = len(steps) if shape.head_norm.after_rope else 0
+            steps[at:at] = [self._norm_pair, *after]
         return SteppedHeads(num_heads, tuple(steps))
 
     def forward(self, x: Tensor, batch: BatchTensors, kv: LayerKVCache) -> Tensor:
@@ -69,8 +73,18 @@ class SelfAttention(nn.Module):
         out: Tensor = self.o_proj(self.attn(query, key, value, batch, kv).flatten(1), batch)
         return out
 
-    def _norm_pair(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _norm_pair(self, query: Tensor, key: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
         return self.q_norm(query), self.k_norm(key)
+
+
+def _rotate(rotary: RotaryEmbedding, query: Tensor, key: Tensor, _: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    return rotary.rotate_pair(query, key, positions)
+
+
+def _clip(limit: float, query: Tensor, key: Tensor, value: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    for heads in (query, key, value):
+        kernels.clip(heads, limit)
+    return query, key
 
 
 class RotatedHeads:
@@ -89,7 +103,7 @@ class RotatedHeads:
 
 
 class SteppedHeads:
-    """Splits heads into queries, keys and values, and takes the first two through steps."""
+    """Splits heads into queries, keys and values, and takes them through steps."""
 
     def __init__(self, num_heads: tuple[int, int, int], steps: tuple[HeadStep, ...]) -> None:
         self._num_heads = num_heads
@@ -99,7 +113,7 @@ class SteppedHeads:
         """heads [num_tokens, all heads, head_dim] -> query, key, value [num_tokens, their heads, head_dim]."""
         query, key, value = heads.split_with_sizes(self._num_heads, dim=1)
         for step in self._steps:
-            query, key = step(query, key, positions)
+            query, key = step(query, key, value, positions)
         return query, key, value
 
 
@@ -111,14 +125,56 @@ class ProjectionNorm(RMSNorm):
         return super().forward(x.flatten(1).unsqueeze(1)).view(x.shape)
 
 
-def _head_norm(shape: HeadNormShape, num_heads: int, head_dim: int) -> Norm:
+def _head_norm(shape: HeadNormShape, num_heads: int, head_dim: int) -> WeightedLayer:
     if shape.span is Span.PROJECTION:
         return ProjectionNorm(num_heads * head_dim, shape.norm)
-    return make_norm(head_dim, shape.norm)
+    if shape.span is Span.HEAD and shape.norm.is_rms:
+        return make_norm(head_dim, shape.norm)
+    return HeadLayerNorm(num_heads, head_dim, shape)
 
 
-def _paged_attention(shape: AttentionShape) -> Attention:
+class HeadLayerNorm(WeightedLayer):
+    """LayerNorm over each head, by weights of its own or by those of all heads."""
+
+    weight: Tensor
+
+    def __init__(self, num_heads: int, head_dim: int, shape: HeadNormShape) -> None:
+        super().__init__()
+        self.size = num_heads, head_dim
+        self.shape = shape
+        self.bias: Tensor | None = None
+
+    def weight_specs(self) -> Mapping[str, WeightSpec]:
+        kinds = ("weight", "bias") if self.shape.norm.has_bias else ("weight",)
+        if self.shape.is_apart:
+            names = [f"norms.{head}.{kind}" for kind in kinds for head in range(self.size[0])]
+        else:
+            names = list(kinds)
+        is_shared = self.shape.span is Span.HEAD or self.shape.is_apart
+        part = Part(self.size[1:] if is_shared else self.size)
+        return {name: WeightSpec((part,), torch.float32) for name in names}
+
+    def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        self.weight = self._of_heads(tensors, "weight")
+        self.bias = self._of_heads(tensors, "bias") if self.shape.norm.has_bias else None
+
+    def _of_heads(self, tensors: Mapping[str, Tensor], kind: str) -> Tensor:
+        """[num_heads, head_dim], in new memory."""
+        found = [tensor for name, tensor in tensors.items() if name.endswith(kind)]
+        whole = torch.empty(self.size, device=found[0].device)
+        if not whole.is_meta:
+            whole.copy_(torch.stack(found) if self.shape.is_apart else found[0])
+        return whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [num_tokens, num_heads, head_dim] -> as x, in new memory."""
+        return kernels.head_layer_norm(x, self.weight, self.bias, self.shape.norm.eps)
+
+
+def _attention(shape: AttentionShape) -> Attention | EncoderAttention:
     slopes = None if shape.slopes is None else torch.tensor(shape.slopes)
+    if not shape.is_causal:
+        return EncoderAttention(shape.scale, EncoderVariant(shape.sliding_window, slopes))
     variant = AttentionVariant(shape.sliding_window, shape.chunk_size, shape.softcap, slopes=slopes)
     return SinkAttention(shape.scale, variant, shape.num_heads) if shape.has_sinks else Attention(shape.scale, variant)
 

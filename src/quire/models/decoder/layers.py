@@ -7,6 +7,7 @@ they stood for does not take memory while the MLP runs, which needs most.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,12 +15,14 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.models.decoder.attention import SelfAttention
+from quire.models.decoder.latent import LatentAttention
 from quire.models.decoder.mlp import make_mlp
-from quire.models.decoder.shapes import Arrangement, LayerShape
-from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
+from quire.models.decoder.shapes import Arrangement, AttentionShape, LatentAttentionShape, LayerShape
+from quire.models.layers.batch_tensors import BatchTensors, LayerCache
 from quire.models.layers.norm import Norm, make_norm
 from quire.models.layers.rotary import RotaryEmbedding
 
+MakeNorm = Callable[[], Norm]
 Sum = Callable[[Any, Tensor], Tensor]
 """From x and residual [num_tokens, hidden]: adds x to residual, unless x is None, and returns the norm of residual, or
 residual itself if there is no norm."""
@@ -37,6 +40,16 @@ def _add(x: Tensor, residual: Tensor) -> Tensor:
     return residual
 
 
+def _make_attention(
+    shape: AttentionShape | LatentAttentionShape, hidden_size: int, dtype: torch.dtype, rotary: RotaryEmbedding | None
+) -> nn.Module:
+    """The module that computes it: `forward(x, batch, kv)`."""
+    if isinstance(shape, AttentionShape):
+        return SelfAttention(shape, hidden_size, dtype, rotary)
+    assert rotary is not None
+    return LatentAttention(shape, hidden_size, dtype, rotary)
+
+
 class DecoderLayer(nn.Module, ABC):
     """Attention and MLP. The norms and their order are a subclass's."""
 
@@ -48,17 +61,19 @@ class DecoderLayer(nn.Module, ABC):
     ) -> None:
         """`has_x`: whether the x that it gets is never None."""
         super().__init__()
-        self.self_attn = SelfAttention(shape.attention, hidden_size, dtype, rotary)
+        self.self_attn = _make_attention(shape.attention, hidden_size, dtype, rotary)
         self.mlp = make_mlp(shape.mlp, hidden_size, dtype)
-        self._make_norms(lambda: make_norm(hidden_size, shape.norm), has_x)
+        output_norm = shape.output_norm or shape.norm
+        make, make_of_output = (partial(make_norm, hidden_size, norm) for norm in (shape.norm, output_norm))
+        self._make_norms(make, make_of_output, has_x)
 
     @abstractmethod
-    def _make_norms(self, make: Callable[[], Norm], has_x: bool) -> None:
-        """Set the attributes that `forward` uses besides self_attn and mlp."""
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
+        """Set the attributes that `forward` uses besides those two, whose norms `make_of_output` makes."""
 
     @abstractmethod
     def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
     ) -> tuple[Tensor | None, Tensor]:
         """x and residual [num_tokens, hidden] -> the same two."""
 
@@ -66,23 +81,31 @@ class DecoderLayer(nn.Module, ABC):
 class PreNormLayer(DecoderLayer):
     """Norms before attention and MLP."""
 
-    def _make_norms(self, make: Callable[[], Norm], has_x: bool) -> None:
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
         self.input_layernorm, self.post_attention_layernorm = make(), make()
         self.enter = summing(self.input_layernorm, has_x=has_x)
 
     def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
     ) -> tuple[Tensor | None, Tensor]:
         x = self.self_attn(self.enter(x, residual), batch, kv)
         x = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x, batch), residual
 
 
+class PreNormOfMLPLayer(PreNormLayer):
+    """A norm before the MLP alone."""
+
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
+        self.post_attention_layernorm = make()
+        self.enter = summing(None, has_x=has_x)
+
+
 class ResidualAfterNormLayer(PreNormLayer):
     """Norms before attention and MLP, whose results are added to what the norms gave."""
 
     def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
     ) -> tuple[Tensor | None, Tensor]:
         normed = self.enter(x, residual)
         normed_again = self.post_attention_layernorm.add(self.self_attn(normed, batch, kv), normed)
@@ -94,11 +117,11 @@ class PostNormLayer(DecoderLayer):
 
     returns_x = False
 
-    def _make_norms(self, make: Callable[[], Norm], has_x: bool) -> None:
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
         self.input_layernorm, self.post_attention_layernorm = make(), make()
 
     def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
     ) -> tuple[Tensor | None, Tensor]:
         hidden = self.input_layernorm.add(self.self_attn(residual, batch, kv), residual)
         return None, self.post_attention_layernorm.add(self.mlp(hidden, batch), hidden)
@@ -107,12 +130,12 @@ class PostNormLayer(DecoderLayer):
 class OutputNormLayer(DecoderLayer):
     """Norms of what attention and MLP give, before it is summed."""
 
-    def _make_norms(self, make: Callable[[], Norm], has_x: bool) -> None:
-        self.post_attention_layernorm, self.post_feedforward_layernorm = make(), make()
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
+        self.post_attention_layernorm, self.post_feedforward_layernorm = make_of_output(), make_of_output()
         self.enter = summing(None, has_x=has_x)
 
     def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
     ) -> tuple[Tensor | None, Tensor]:
         kernels.add(self.post_attention_layernorm(self.self_attn(self.enter(x, residual), batch, kv)), residual)
         return self.post_feedforward_layernorm(self.mlp(residual, batch)), residual
@@ -121,13 +144,13 @@ class OutputNormLayer(DecoderLayer):
 class SandwichLayer(DecoderLayer):
     """Norms before attention and MLP, and of what they give before it is summed."""
 
-    def _make_norms(self, make: Callable[[], Norm], has_x: bool) -> None:
-        self.input_layernorm, self.post_attention_layernorm = make(), make()
-        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = make(), make()
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
+        self.input_layernorm, self.post_attention_layernorm = make(), make_of_output()
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = make(), make_of_output()
         self.enter = summing(self.input_layernorm, has_x=has_x)
 
     def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
     ) -> tuple[Tensor | None, Tensor]:
         x = self.post_attention_layernorm(self.self_attn(self.enter(x, residual), batch, kv))
         x = self.pre_feedforward_layernorm.add(x, residual)
@@ -137,12 +160,12 @@ class SandwichLayer(DecoderLayer):
 class ParallelLayer(DecoderLayer):
     """One norm, which both attention and MLP read."""
 
-    def _make_norms(self, make: Callable[[], Norm], has_x: bool) -> None:
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
         self.input_layernorm = make()
         self.enter = summing(self.input_layernorm, has_x=has_x)
 
     def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
     ) -> tuple[Tensor | None, Tensor]:
         normed = self.enter(x, residual)
         attended = self.self_attn(normed, batch, kv)
@@ -152,12 +175,12 @@ class ParallelLayer(DecoderLayer):
 class ParallelTwoNormsLayer(DecoderLayer):
     """Attention and MLP read the same residual, each through its own norm."""
 
-    def _make_norms(self, make: Callable[[], Norm], has_x: bool) -> None:
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
         self.input_layernorm, self.post_attention_layernorm = make(), make()
         self.enter = summing(self.input_layernorm, has_x=has_x)
 
     def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
     ) -> tuple[Tensor | None, Tensor]:
         attended = self.self_attn(self.enter(x, residual), batch, kv)
         return _add(self.mlp(self.post_attention_layernorm(residual), batch), attended), residual
@@ -165,6 +188,7 @@ class ParallelTwoNormsLayer(DecoderLayer):
 
 LAYERS: dict[Arrangement, type[DecoderLayer]] = {
     Arrangement.PRE_NORM: PreNormLayer,
+    Arrangement.PRE_NORM_OF_MLP: PreNormOfMLPLayer,
     Arrangement.POST_NORM: PostNormLayer,
     Arrangement.OUTPUT_NORM: OutputNormLayer,
     Arrangement.SANDWICH: SandwichLayer,

@@ -55,7 +55,8 @@ class PlainMLP(nn.Module):
 def make_mlp(shape: MLPShape | ExpertsShape, hidden_size: int, dtype: torch.dtype) -> nn.Module:
     """The module that computes it: `forward(x, batch)`."""
     if isinstance(shape, ExpertsShape):
-        width = shape.shared_width
-        shared = None if width is None else GatedMLP(MLPShape(width, shape.activation), hidden_size, dtype)
-        return Experts(shape, hidden_size, dtype, shared)
+        if shape.shared_width is None:
+            return Experts(shape, hidden_size, dtype)
+        shared = MLPShape(shape.shared_width, shape.activation, output_multiplier=shape.shared_multiplier)
+        return Experts(shape, hidden_size, dtype, GatedMLP(shared, hidden_size, dtype))
     return (GatedMLP if shape.is_gated else PlainMLP)(shape, hidden_size, dtype)

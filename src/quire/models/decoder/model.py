@@ -9,19 +9,19 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.config.hf_config import HFConfig
-from quire.config.kv_cache import KVCacheSpec, attention_spec
+from quire.config.kv_cache import KVCacheSpec
 from quire.config.model import ModelConfig, rope_config
 from quire.models.base import CausalLM
 from quire.models.decoder.layers import LAYERS, DecoderLayer, summing
 from quire.models.decoder.reading import check_experts, read_heads
 from quire.models.decoder.shapes import AttentionShape, DecoderShape, LayerShape, MLPShape
 from quire.models.layers.activation import activation_kind
-from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
+from quire.models.layers.batch_tensors import BatchTensors, LayerCache
 from quire.models.layers.embedding import Embedding, TiedLmHead, token_table
 from quire.models.layers.experts import ExpertsShape
-from quire.models.layers.linear import Linear, LmHead
+from quire.models.layers.linear import Linear, LmHead, NormalizedLmHead
 from quire.models.layers.norm import NormShape, make_norm
-from quire.models.layers.rotary import RopeShape, RotaryEmbedding
+from quire.models.layers.rotary import RopeShape, shared_rotary
 from quire.models.weights.stacked import STACKS, Stack
 
 Step = Callable[[Tensor, BatchTensors], Tensor]
@@ -45,14 +45,17 @@ class Decoder(CausalLM):
     """Whether a config without `tie_word_embeddings` means a head that uses the token table."""
     has_interleaved_rope: ClassVar[bool] = False
     """Whether heads are rotated in pairs of neighbouring dimensions."""
+    token_head_has_dense: ClassVar[bool] = False
+    """Whether what classifies tokens has a dense layer of its own."""
     default_head_dim: ClassVar[int | None] = None
     """The head_dim of a config without the key. None: hidden_size divided by the number of heads."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, has_head: bool = True) -> None:
+        """Without a head, `compute_logits` is not to be called, and the token table is only a table."""
         super().__init__()
         shape = self.shape(config)
         self.embed_tokens = token_table(
-            config.vocab_size, shape.embed_width, shape.embed_multiplier, shape.dtype, packed=shape.is_tied
+            config.vocab_size, shape.embed_width, shape.embed_multiplier, shape.dtype, packed=shape.is_tied and has_head
         )
         self._before = self._make_inputs(shape)
         self.rotary = nn.ModuleList()
@@ -68,12 +71,14 @@ class Decoder(CausalLM):
         if shape.embed_width != shape.hidden_size:
             self.project_out = Linear(shape.hidden_size, shape.embed_width, bias=False, dtype=shape.dtype)
             self._after.append(self.project_out)
+        if not has_head:
+            return
+        make_head = NormalizedLmHead if shape.is_head_normalized else LmHead
         self.lm_head = (
             TiedLmHead(self.embed_tokens)
             if shape.is_tied
-            else LmHead(shape.embed_width, config.vocab_size, shape.dtype, bias=shape.head_bias)
+            else make_head(shape.embed_width, config.vocab_size, shape.dtype, bias=shape.head_bias)
         )
-
         self._logit_changes: list[Callable[[Tensor], None]] = []
         if shape.logit_multiplier != 1.0:
             self._logit_changes.append(partial(kernels.scale, factor=shape.logit_multiplier))
@@ -100,16 +105,8 @@ class Decoder(CausalLM):
         return x
 
     def _make_layer(self, config: ModelConfig, layer: LayerShape, shape: DecoderShape, has_x: bool) -> DecoderLayer:
-        rotary = None if layer.attention.rope is None else self._rotary_of(config, layer.attention.rope)
+        rotary = None if layer.attention.rope is None else shared_rotary(self.rotary, config, layer.attention.rope)
         return LAYERS[layer.arrangement](layer, shape.hidden_size, shape.dtype, rotary, has_x)
-
-    def _rotary_of(self, config: ModelConfig, rope: RopeShape) -> RotaryEmbedding:
-        """That of an earlier layer of equal shape, or else a new one."""
-        for made in self.rotary:
-            if isinstance(made, RotaryEmbedding) and made.shape == rope:
-                return made
-        self.rotary.append(RotaryEmbedding(config, rope))
-        return self._rotary_of(config, rope)
 
     @classmethod
     def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
@@ -165,17 +162,13 @@ class Decoder(CausalLM):
 
     @classmethod
     def kv_cache_specs(cls, config: ModelConfig) -> list[KVCacheSpec]:
-        attention = (layer.attention for layer in cls.shape(config).layers)
-        return [
-            attention_spec(a.num_kv_heads, a.head_dim, config.dtype, a.sliding_window or a.chunk_size)
-            for a in attention
-        ]
+        return [layer.attention.cache_spec(config.dtype) for layer in cls.shape(config).layers]
 
     @classmethod
     def ties_embeddings(cls, config: ModelConfig) -> bool:
         return cls.shape(config).is_tied
 
-    def forward(self, batch: BatchTensors, kv: Sequence[LayerKVCache]) -> Tensor:
+    def forward(self, batch: BatchTensors, kv: Sequence[LayerCache]) -> Tensor:
         residual = self.embed(batch)  # [num_tokens, embed_width]
         for step in self._before:
             residual = step(residual, batch)  # at last [num_tokens, hidden]

@@ -8,6 +8,7 @@ from quire.common.errors import CheckpointError, KernelError, UnsupportedModelEr
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.shapes import LayerShape
 from quire.models.layers.experts import ExpertsShape
+from quire.models.weights.stacked import Stack
 
 _MAX_EXPERTS = 65536
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -61,10 +62,15 @@ def read_routing(hf: HFConfig, num_experts: int, top_k: int, **how: Any) -> kern
 
 
 def check_experts(hf: HFConfig, layers: Sequence[LayerShape]) -> None:
-    """Raise CheckpointError if there are so many experts that to make their modules takes minutes."""
+    """Raise CheckpointError if making the modules of its experts would take minutes."""
     total = sum(layer.mlp.routing.num_experts for layer in layers if isinstance(layer.mlp, ExpertsShape))
     if total > _MAX_EXPERTS:
         raise CheckpointError(f"{hf.source}: its layers have {total} experts, more than {_MAX_EXPERTS}")
+
+
+def prediction_layer(hf: HFConfig) -> Stack:
+    """Leaves out the layer behind the last one, which predicts further tokens."""
+    return Stack(rf"^model\.layers\.{hf.size('num_hidden_layers')}\.", ())
 
 
 def layer_indices(hf: HFConfig, key: str) -> list[int]:

@@ -11,7 +11,7 @@ from quire.common.errors import UnsupportedModelError
 from quire.config.kv_cache import AttentionSpec, attention_spec
 from quire.kernels.variants import AttentionVariant
 from quire.models.layers.attention import Attention
-from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
+from quire.models.layers.batch_tensors import BatchTensors, LayerCache
 
 NAME = "quire"
 """What the library's config calls this attention."""
@@ -67,7 +67,7 @@ def attention(
 class PagedStep:
     """Writes keys and values into the cache of the layer, and attends to those of each sequence of the batch."""
 
-    def __init__(self, layers: Sequence[Attention], batch: BatchTensors, kv: Sequence[LayerKVCache]) -> None:
+    def __init__(self, layers: Sequence[Attention], batch: BatchTensors, kv: Sequence[LayerCache]) -> None:
         self._layers = layers
         self._batch = batch
         self._kv = kv

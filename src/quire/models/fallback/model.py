@@ -15,7 +15,7 @@ from quire.kernels.backends.reference_backend import TorchThreads
 from quire.models.base import CausalLM
 from quire.models.fallback.attention import NAME, STEP, PagedStep, Survey, attention
 from quire.models.fallback.modules import CurrentBatch, GivenHidden, Head, InnerLinear, OwnTensors, TokenTable
-from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
+from quire.models.layers.batch_tensors import BatchTensors, LayerCache
 from quire.models.layers.embedding import TiedLmHead
 from quire.models.layers.linear import LmHead
 from quire.models.layers.weighted_layer import WeightedLayer
@@ -70,7 +70,7 @@ class TransformersCausalLM(CausalLM):
         """Every layer with weights, by its name in the library's model."""
         return self._layers
 
-    def forward(self, batch: BatchTensors, kv: Sequence[LayerKVCache]) -> Tensor:
+    def forward(self, batch: BatchTensors, kv: Sequence[LayerCache]) -> Tensor:
         given = {"input_ids": batch.token_ids} if batch.embeddings is None else {"inputs_embeds": batch.embeddings}
         named = {name: tensor[None] for name, tensor in given.items() if tensor is not None}
         step = PagedStep(self._attention, batch, kv)
@@ -136,7 +136,7 @@ def _check_modules(model: Any) -> None:
         if any(parameter.dim() > 2 for parameter in module.parameters(recurse=False)):
             raise UnsupportedModelError(f"{name} ({type(module).__name__}) keeps the matrices of experts in one tensor")
     if model.base_model is model:
-        raise UnsupportedModelError("its layers cannot be told from its head")
+        raise UnsupportedModelError("its layers and its head cannot be separated")
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise UnsupportedModelError("it does not take the positions of its tokens")
 

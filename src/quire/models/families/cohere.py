@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 
-from quire.common.errors import UnsupportedModelError
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.models.decoder.reading import FULL, SLIDING, layer_type
-from quire.models.decoder.shapes import Arrangement, AttentionShape, DecoderShape, LayerShape
+from quire.models.decoder.shapes import Arrangement, AttentionShape, DecoderShape, HeadNormShape, LayerShape, Span
 from quire.models.families.llama import LlamaForCausalLM
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
@@ -32,9 +31,8 @@ class CohereForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        if hf.flag("use_qk_norm", False):
-            raise UnsupportedModelError(f"{hf.source}: 'use_qk_norm' is true: these norms are not supported")
-        return super().attention_shape(hf, layer)
+        norm = HeadNormShape(cls.norm_shape(hf), Span.EACH_HEAD) if hf.flag("use_qk_norm", False) else None
+        return replace(super().attention_shape(hf, layer), head_norm=norm)
 
     @classmethod
     def norm_shape(cls, hf: HFConfig) -> NormShape:

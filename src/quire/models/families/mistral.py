@@ -1,13 +1,14 @@
-"""Mistral (Jiang et al. 2023) and Ministral: sliding windows in every layer, in some, or in none."""
+"""Mistral (Jiang et al. 2023) and Ministral (3 too): sliding windows in every layer, in some, or in none."""
 
 from dataclasses import replace
 from typing import ClassVar
 
-from quire.common.errors import UnsupportedModelError
 from quire.config.hf_config import HFConfig
+from quire.config.model import rope_config
 from quire.models.decoder.model import Decoder
 from quire.models.decoder.reading import SLIDING, layer_type
 from quire.models.decoder.shapes import AttentionShape
+from quire.models.layers.rotary import RopeShape
 
 _DEFAULT_WINDOW = 4096
 
@@ -15,25 +16,32 @@ _DEFAULT_WINDOW = 4096
 class MistralForCausalLM(Decoder):
     """`sliding_window` is a number of positions, or null for full attention; a config without the key means 4096."""
 
+    default_window: ClassVar[int | None] = _DEFAULT_WINDOW
+
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        is_full = "sliding_window" in hf and hf["sliding_window"] is None
-        window = None if is_full else hf.size("sliding_window", _DEFAULT_WINDOW)
+        window = hf.get("sliding_window", cls.default_window)
+        window = None if window is None else hf.size("sliding_window", cls.default_window or 1)
         return replace(super().attention_shape(hf, layer), sliding_window=window)
 
 
-class Mistral3ForConditionalGeneration(MistralForCausalLM):
-    """Mistral Small 3.1 and later, for text and images, of which the text model is loaded."""
+class Ministral3ForCausalLM(MistralForCausalLM):
+    """Queries are scaled by their position, if `rope_parameters` have a `llama_4_scaling_beta`."""
+
+    default_window: ClassVar[int | None] = None
+
+    @classmethod
+    def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
+        return RopeShape.read(rope_config(hf), head_dim, scales_queries=True)
+
+
+class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
+    """Mistral Small 3.1 and later, and Ministral 3, for text and images, of which the text model is loaded."""
+
+    default_window: ClassVar[int | None] = _DEFAULT_WINDOW
 
     renames: ClassVar = ((r"^(model\.)?language_model\.", ""), (r"^model\.", ""))
     ignored: ClassVar = (*MistralForCausalLM.ignored, r"^(model\.)?(vision_tower|multi_modal_projector)\.")
-
-    @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        rope = hf.section("rope_parameters") or HFConfig({}, hf.source)
-        if rope.get("llama_4_scaling_beta"):
-            raise UnsupportedModelError(f"{rope.source}: 'llama_4_scaling_beta' (Ministral 3) is not supported")
-        return super().attention_shape(hf, layer)
 
 
 class MinistralForCausalLM(Decoder):

@@ -3,11 +3,18 @@
 from dataclasses import replace
 from typing import ClassVar
 
-from quire.common.errors import UnsupportedModelError
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.shapes import Arrangement, AttentionShape, DecoderShape, LayerShape, MLPShape, QKVLayout
+from quire.models.decoder.shapes import (
+    Arrangement,
+    AttentionShape,
+    DecoderShape,
+    HeadNormShape,
+    LayerShape,
+    MLPShape,
+    QKVLayout,
+)
 from quire.models.layers.norm import NormShape
 
 
@@ -18,6 +25,7 @@ class PhiForCausalLM(Decoder):
         (r"^model\.", ""),
         (r"^final_layernorm\.", "norm."),
         (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
+        (r"\.([qk])_layernorm\.", r".\1_norm."),
         (r"\.mlp\.fc1\.", ".mlp.up_proj."),
         (r"\.mlp\.fc2\.", ".mlp.down_proj."),
     )
@@ -32,9 +40,8 @@ class PhiForCausalLM(Decoder):
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        if hf.flag("qk_layernorm", False):
-            raise UnsupportedModelError(f"{hf.source}: 'qk_layernorm' is true: these norms are not supported")
-        return replace(super().attention_shape(hf, layer), qkv_bias=True, o_bias=True)
+        norm = HeadNormShape(cls.norm_shape(hf)) if hf.flag("qk_layernorm", False) else None
+        return replace(super().attention_shape(hf, layer), qkv_bias=True, o_bias=True, head_norm=norm)
 
     @classmethod
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.kernels.variants import PLAIN, AttentionVariant
+from quire.kernels.variants import PLAIN, AttentionVariant, EncoderVariant
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 
@@ -27,6 +28,29 @@ class Attention(nn.Module):
         return kernels.paged_attention(
             query, kv.k, kv.v, batch.query_start, batch.seq_lens, group.block_tables, self.scale, self.variant
         )
+
+
+class HasVariant(Protocol):
+    """What comes with weights that say how scores become weights."""
+
+    @property
+    def variant(self) -> EncoderVariant: ...
+
+
+class EncoderAttention(nn.Module):
+    """Attention of whole sequences, in both directions, which stores nothing."""
+
+    def __init__(self, scale: float, variant: EncoderVariant) -> None:
+        super().__init__()
+        self.scale = scale
+        self.variant = variant
+        self.relative: HasVariant | None = None
+        """A layer whose variant takes the place of this one's, since it comes with weights."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: BatchTensors, kv: LayerKVCache) -> Tensor:
+        """query [num_tokens, num_heads, head_dim]; key, value [num_tokens, num_kv_heads, head_dim] -> as query."""
+        variant = self.variant if self.relative is None else self.relative.variant
+        return kernels.encoder_attention(query, key, value, batch.query_start, batch.seq_lens, self.scale, variant)
 
 
 class SinkAttention(Attention, WeightedLayer):

@@ -1,8 +1,12 @@
 """The inputs of one forward pass, as tensors: what a model's `forward` takes besides the KV cache."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from quire import kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +41,28 @@ class BatchTensors:
     table. The model computes in this memory, so it holds something else afterwards."""
     adapters: Tensor | None = None
     """[num_tokens] int64: the slot of each token's adapter, -1 for none. None: no token has one."""
+    token_type_ids: Tensor | None = None
+    """[num_tokens] int64: which text of a pair each token belongs to. None: all are 0."""
+
+
+class LayerCache(Protocol):
+    """One layer's part of the cache, viewed in the kernels' shape, and the group whose block table it follows."""
+
+    @property
+    def group(self) -> int:
+        """The index of the group."""
+
+    @property
+    def memory(self) -> Tensor:
+        """A tensor of the cache, on its device."""
+
+    def copy_slots(self, src_slots: Tensor, dst_slots: Tensor) -> None:
+        """Copy what the layer keeps of single tokens from slots to slots, each [num_tokens] int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKVCache:
-    """One layer's part of the cache, viewed in the kernels' shape, and the group whose block table it follows."""
+    """Keys and values."""
 
     k: Tensor
     """[num_blocks, num_kv_heads, head_dim / pack, block_size, pack]; pack elements fill four bytes (int8: two more such
@@ -49,3 +70,34 @@ class LayerKVCache:
     v: Tensor
     """[num_blocks, num_kv_heads, block_size, head_dim]"""
     group: int
+
+    @property
+    def memory(self) -> Tensor:
+        """The values."""
+        return self.v
+
+    def copy_slots(self, src_slots: Tensor, dst_slots: Tensor) -> None:
+        """As LayerCache."""
+        kernels.copy_slots(self.k, self.v, src_slots, dst_slots)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLatents:
+    """Latents, each with the rotated part of the keys behind it."""
+
+    rows: Tensor
+    """[num_blocks, block_size, width]"""
+    group: int
+
+    @property
+    def memory(self) -> Tensor:
+        """The rows."""
+        return self.rows
+
+    def copy_slots(self, src_slots: Tensor, dst_slots: Tensor) -> None:
+        """As LayerCache."""
+        kernels.copy_latent_slots(self.rows, src_slots, dst_slots)
+
+
+NO_CACHE = LayerKVCache(torch.empty(0), torch.empty(0), -1)
+"""What a layer gets that keeps nothing."""

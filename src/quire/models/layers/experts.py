@@ -28,6 +28,8 @@ class ExpertsShape:
     """The checkpoint's shape of what is added to the scores when experts are chosen. None: nothing is."""
     shared_width: int | None = None
     """Of the expert that all tokens share. None: there is none."""
+    shared_multiplier: float = 1.0
+    """Of what the shared expert gives."""
     shared_gate: bool = False
     """Whether the shared expert counts the sigmoid of a product of its own."""
 
@@ -100,6 +102,8 @@ class Experts(nn.Module):
         """x [num_tokens, hidden] -> as x."""
         ids, weights = kernels.route(self.gate(x), self.routing, self.gate.correction)
         rows = kernels.group_by_expert(ids, self.routing.num_experts)
+        if self._files is not None:
+            kernels.read_ahead(self._files, rows)
         wide = kernels.expert_matmul(x, self._gate_up, rows, of_tokens=True)  # [num_tokens * top_k, 2 * width]
         narrow = kernels.gated_activation(wide, self.activation)
         del wide  # its memory is free for what follows
@@ -115,6 +119,17 @@ class Experts(nn.Module):
     @cached_property
     def _down(self) -> kernels.ExpertWeights:
         return _weights(self.experts, "down_proj")
+
+    @cached_property
+    def _files(self) -> kernels.ExpertFiles | None:
+        """Where the experts' matrices are, if they are in a file."""
+        in_file = [_in_file(expert) for expert in self.experts if isinstance(expert, Expert)]
+        return kernels.ExpertFiles(in_file) if in_file[0] else None
+
+
+def _in_file(expert: Expert) -> list[kernels.QuantizedWeight]:
+    matrices = (expert.gate_up_proj.weight, expert.down_proj.weight)
+    return [each for each in matrices if isinstance(each, kernels.QuantizedWeight) and each.in_file]
 
 
 def _weights(experts: nn.ModuleList, name: str) -> kernels.ExpertWeights:

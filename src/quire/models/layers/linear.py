@@ -1,6 +1,7 @@
 """Matrix multiplications, by weights in the format that a pass over modules chose (as they are, unless one did)."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ class Projection(WeightedLayer):
     """A matrix [n, k] and a bias. A pass may replace `format` and narrow `parts` before the weights are loaded."""
 
     weight: kernels.Matrix
+    is_quantizable: ClassVar[bool] = True
+    """Whether passes may set a format other than plain numbers, or those that are made of stored ones."""
 
     def __init__(
         self,
@@ -135,3 +138,14 @@ class LmHead(Projection):
     def forward(self, x: Tensor) -> Tensor:
         """x [num_rows, hidden] -> logits [num_rows, vocab] float32."""
         return kernels.matmul(x, self.weight, self.bias, torch.float32)
+
+
+class NormalizedLmHead(LmHead):
+    """A head whose rows are divided by their lengths (Baichuan 2), before a format is made of them."""
+
+    def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        weight = tensors["weight"]
+        if weight.is_floating_point() and not weight.is_meta:
+            lengths = torch.linalg.vector_norm(weight, dim=1, keepdim=True, dtype=torch.float32)  # [vocab, 1]
+            tensors = {**tensors, "weight": (weight / lengths.clamp_(min=1e-12)).to(weight.dtype)}
+        super().set_weights(tensors)

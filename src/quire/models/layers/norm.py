@@ -22,6 +22,8 @@ class NormShape:
     has_bias: bool = False
     offset: float = 0.0
     """Added to the weights of the checkpoint."""
+    multiplier: float = 1.0
+    """The weights are multiplied by it then."""
 
 
 class Norm(WeightedLayer):
@@ -44,9 +46,9 @@ class Norm(WeightedLayer):
 
     def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
         if "weight" in tensors:
-            weight, offset = tensors["weight"], self.shape.offset  # [width]
-            # On the meta device, where memory is planned, torch's additions load its compiler.
-            self.weight = weight + offset if offset and not weight.is_meta else weight.clone()
+            weight = self.weight = tensors["weight"].clone()  # [width]
+            if not weight.is_meta:  # where memory is planned, torch's arithmetic loads its compiler
+                weight.add_(self.shape.offset).mul_(self.shape.multiplier)
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:

@@ -23,13 +23,23 @@ class RopeShape:
     """The first dimensions of a head are rotated, this many."""
     is_interleaved: bool = False
     """Whether dimensions 2i and 2i + 1 are rotated together, and not i and i + rotary_dim / 2."""
+    query_growth: float | None = None
+    """Queries are multiplied by `1 + query_growth * log(1 + n)`, where n counts how often their position has passed the
+    length trained on (Llama 4, Ministral 3). None: they are not."""
 
     @classmethod
     def read(
-        cls, parameters: HFConfig, head_dim: int, *, is_interleaved: bool = False, rotary_dim: int | None = None
+        cls,
+        parameters: HFConfig,
+        head_dim: int,
+        *,
+        is_interleaved: bool = False,
+        rotary_dim: int | None = None,
+        scales_queries: bool = False,
     ) -> "RopeShape":
-        """`rotary_dim`: if not given, the share of a head that the parameters name. Raises CheckpointError for an odd
-        number of dimensions, or for more than a head has."""
+        """`rotary_dim`: if not given, the share of a head that the parameters name. `scales_queries`: whether the
+        parameters may have a `llama_4_scaling_beta`. Raises CheckpointError for an odd number of dimensions, or for
+        more than a head has, and UnsupportedModelError for queries that are scaled but rotated in part."""
         share = parameters.number("partial_rotary_factor")
         rotary_dim = int(head_dim * share) if rotary_dim is None else rotary_dim
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
@@ -37,7 +47,12 @@ class RopeShape:
                 f"{parameters.source}: rotary embedding needs an even number of dimensions, not {rotary_dim}: head_dim "
                 f"is {head_dim}, and partial_rotary_factor is {share:g}"
             )
-        return cls(parameters, rotary_dim, is_interleaved)
+        growth = parameters.get("llama_4_scaling_beta") or None
+        if growth is not None:
+            growth = parameters.number("llama_4_scaling_beta")
+            if not scales_queries or rotary_dim != head_dim:
+                raise UnsupportedModelError(f"{parameters.source}: 'llama_4_scaling_beta' is not supported here")
+        return cls(parameters, rotary_dim, is_interleaved, growth)
 
 
 class RotaryEmbedding(nn.Module):
@@ -54,6 +69,12 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.shape = shape
         self.cos_sin = rotary_table(config, shape)  # [max_model_len, rotary_dim] float32
+        self.query_cos_sin = self.cos_sin if self.is_uniform else _scaled_table(self.cos_sin, shape)  # as cos_sin
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether queries and keys are rotated by one table."""
+        return self.shape.query_growth is None
 
     def forward(self, positions: Tensor, *heads: Tensor) -> None:
         """Rotate each of `heads` [num_tokens, num_heads, head_dim] in place by positions [num_tokens]."""
@@ -62,8 +83,27 @@ class RotaryEmbedding(nn.Module):
 
     def rotate_pair(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The same two, rotated in place."""
-        self(positions, query, key)
+        for x, table in ((query, self.query_cos_sin), (key, self.cos_sin)):
+            kernels.rotary_embedding(x, positions, table, interleaved=self.shape.is_interleaved)
         return query, key
+
+
+def _scaled_table(cos_sin: Tensor, shape: RopeShape) -> Tensor:
+    """The table of queries: rotating and scaling are one product."""
+    assert shape.query_growth is not None
+    original = shape.parameters.size("original_max_position_embeddings")
+    passed = torch.arange(len(cos_sin)) // original  # [max_model_len]
+    return cos_sin * (1 + shape.query_growth * torch.log(1 + passed.float()))[:, None]
+
+
+def shared_rotary(made: nn.ModuleList, config: ModelConfig, shape: RopeShape) -> RotaryEmbedding:
+    """The one in `made` of equal shape, or else a new one, which is added there."""
+    for rotary in made:
+        if isinstance(rotary, RotaryEmbedding) and rotary.shape == shape:
+            return rotary
+    rotary = RotaryEmbedding(config, shape)
+    made.append(rotary)
+    return rotary
 
 
 def rotary_table(config: ModelConfig, shape: RopeShape) -> Tensor:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 import torch
@@ -53,19 +54,33 @@ class Quantized:
         return kernels.quantize_weight(tensors["weight"], self.format)
 
 
+class Placement(Enum):
+    """Where a matrix is kept that a file has in the kernels' layout."""
+
+    MAPPED = "mapped"
+    """In the pages of the file, for which there is memory."""
+    COPIED = "copied"
+    """In memory of the process."""
+    IN_FILE = "in file"
+    """In the file, of which the system's page cache keeps what it has memory for."""
+
+
 @dataclass(frozen=True, slots=True)
 class SavedQuantized:
-    """Quantized and stacked already: mapped from the file, as it lies there. It cannot be split into ranges."""
+    """Quantized and stacked already, in a file as the kernels read it. It cannot be split into ranges."""
 
     format: str
+    placement: Placement = Placement.MAPPED
 
     def specs(self, parts: tuple[Part, ...], dtype: torch.dtype) -> Mapping[str, WeightSpec]:
         n, k = WeightSpec(parts, dtype).shape
         num_bytes = kernels.quantized_bytes(n, k, self.format)
-        return {"weight": WeightSpec((Part((num_bytes,)),), torch.uint8, kept=True)}
+        return {"weight": WeightSpec((Part((num_bytes,)),), torch.uint8, kept=self.placement is not Placement.COPIED)}
 
     def matrix(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Matrix:
-        return kernels.mapped_weight(*shape, dtype, self.format, tensors["weight"])
+        data, is_copied = tensors["weight"], self.placement is Placement.COPIED
+        weight = kernels.mapped_weight(*shape, dtype, self.format, kernels.weight_copy(data) if is_copied else data)
+        return dataclasses.replace(weight, in_file=self.placement is Placement.IN_FILE)
 
 
 @dataclass(frozen=True, slots=True)

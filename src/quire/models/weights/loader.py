@@ -13,15 +13,15 @@ from quire.common.errors import CheckpointError, KernelError, UnsupportedModelEr
 from quire.common.faults import fault_point
 from quire.common.log import logger
 from quire.common.progress import progress
-from quire.config.checkpoint.formats import open_checkpoint
+from quire.config.checkpoint.formats import open_checkpoint, with_folders
 from quire.config.checkpoint.tensors import Checkpoint
 from quire.config.model import ModelConfig
 from quire.config.quantization import QUANT_METHOD, QUANTIZATIONS
-from quire.models.base import CausalLM, Model
+from quire.models.base import CausalLM, Model, PoolingModel
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
-from quire.models.registry import model_class
+from quire.models.registry import class_of
 from quire.models.weights.quantization import choose_formats
-from quire.models.weights.stacked import UnstackedCheckpoint
+from quire.models.weights.stacked import MODULE_STACKS, UnstackedCheckpoint
 
 _MAX_NAMED = 20
 """Weights that an error message names."""
@@ -102,29 +102,33 @@ class LayerLoader:
             raise CheckpointError(f"{self._path}: {group[0].target}: {error}") from error
 
 
-def load_causal_lm(config: ModelConfig) -> CausalLM:
-    """As load_model. Raises UnsupportedModelError, before any weight is read, if the model has no head."""
-    kind = model_class(config.architecture, config.model_impl)
-    if not issubclass(kind, CausalLM):
+def load_servable(config: ModelConfig) -> CausalLM | PoolingModel:
+    """As load_model. Raises UnsupportedModelError, before any weight is read, if the model cannot do what the config's
+    `runner` says."""
+    kind = class_of(config)
+    if config.runner == "generate" and not issubclass(kind, CausalLM):
         raise UnsupportedModelError(
             f"{config.model}: a {config.architecture} gives hidden states and has no language model head, so it cannot "
             "generate text"
         )
+    if config.runner == "pooling" and not issubclass(kind, PoolingModel):
+        raise UnsupportedModelError(f"{config.model}: a {config.architecture} has no pooler, so it cannot pool texts")
     model = load_model(config)
-    assert isinstance(model, CausalLM)
+    assert isinstance(model, CausalLM | PoolingModel)
     return model
 
 
 def open_weights(config: ModelConfig) -> Checkpoint:
     """The tensors of the checkpoint, those of experts one by one. Raises CheckpointError, reads no weights."""
-    kind, checkpoint = model_class(config.architecture, config.model_impl), open_checkpoint(config.path)
+    kind = class_of(config)
+    checkpoint = with_folders(open_checkpoint(config.path), kind.folders(config))
     stacks = kind.stacks(config)
-    return UnstackedCheckpoint(checkpoint, stacks) if stacks else checkpoint
+    return UnstackedCheckpoint(checkpoint, (*stacks, *MODULE_STACKS)) if stacks else checkpoint
 
 
 def build_model(config: ModelConfig, checkpoint: Checkpoint) -> Model:
     """The model without weights; its layers know in which formats they will want them."""
-    model = model_class(config.architecture, config.model_impl)(config)
+    model = class_of(config)(config)
     choose_formats(model, config, checkpoint)
     return model
 

@@ -1,5 +1,6 @@
 """The passes over a model's modules that choose in which format each keeps its matrix."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -16,13 +17,14 @@ from quire.config.quantization.float8 import float8_block
 from quire.config.quantization.integers import IntegerQuantization
 from quire.models.base import Model
 from quire.models.layers.embedding import Embedding
+from quire.models.layers.experts import Expert
 from quire.models.layers.linear import Linear, LmHead, Projection
 from quire.models.layers.stored import Expanded, Plain, StoredWeight
 from quire.models.layers.stored.blocks import InBlocks
 from quire.models.layers.stored.compressed import CompressedIntegers
 from quire.models.layers.stored.floats import Float4, Float8
 from quire.models.layers.stored.gptq_awq import PackedIntegers
-from quire.models.layers.weight_format import Mixed, Packed, Quantized, SavedQuantized, WeightFormat
+from quire.models.layers.weight_format import Mixed, Packed, Placement, Quantized, SavedQuantized, WeightFormat
 
 _SCALES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """The dtypes of scales that stay as they are; others become float32."""
@@ -53,13 +55,19 @@ def _set_formats(model: Model, quantization: str, make: Callable[[str], WeightFo
     for module in model.modules():
         if isinstance(module, LmHead | Embedding):
             module.format = head
-        elif isinstance(module, Projection):
+        elif isinstance(module, Projection) and module.is_quantizable:
             module.format = projection
 
 
 def _saved_by_quire(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> None:
     assert config.quantization is not None
-    _set_formats(model, config.quantization, SavedQuantized)
+    placement = Placement.MAPPED if config.weights_from_file == "auto" else Placement.COPIED
+    _set_formats(model, config.quantization, partial(SavedQuantized, placement=placement))
+    if config.weights_from_file == "always":
+        for expert in (module for module in model.modules() if isinstance(module, Expert)):
+            for projection in (expert.gate_up_proj, expert.down_proj):
+                assert isinstance(projection.format, SavedQuantized)
+                projection.format = dataclasses.replace(projection.format, placement=Placement.IN_FILE)
 
 
 def matrices(model: Model) -> Iterator[tuple[Projection | Embedding, list[str]]]:
@@ -105,13 +113,17 @@ def _as_stored(make: Callable[[HFConfig], _Find], model: Model, config: ModelCon
                 continue  # only GGUF files hold token tables that are not plain
             if not module.packed:
                 module.packed, module.format = True, Packed()
-        elif any(part.is_arranged for part in module.parts):
+        elif any(
+            part.is_transposed or (part.is_arranged and not isinstance(each, Plain | InBlocks))
+            for part, each in zip(module.parts, stored, strict=True)
+        ):
             raise UnsupportedModelError(
                 f"{config.path}: weights quantized by {config.quant_method} are not supported for "
                 f"{config.architecture}, whose matrix {names[0]!r} has rows in an order of its own; quantize the "
                 "original checkpoint while it is loaded, with quantization='int8' or 'int4'"
             )
-        _set_stored(module, tuple(stored), is_expanded=config.quantization in QUANTIZATIONS)
+        is_plain = isinstance(module, Projection) and not module.is_quantizable
+        _set_stored(module, tuple(stored), is_expanded=is_plain or config.quantization in QUANTIZATIONS)
 
 
 def _set_stored(module: Projection | Embedding, stored: tuple[StoredWeight, ...], *, is_expanded: bool) -> None:

@@ -103,6 +103,11 @@ def _tensors(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> list[
                 shape = (sum(each.spec.num_bytes for each in group if each.name != "bias"),)
                 packed.append(_Saved(f"{name}.weight", "U8", shape, *shape, partial(_packed, layer, loader)))
                 group = [each for each in group if each.name == "bias"]
+            elif isinstance(kind, Expanded) and isinstance(layer, Projection):
+                dtype, num_bytes = getattr(torch, config.dtype), sum(each.spec.num_bytes for each in group)
+                made = partial(_expanded, layer, loader)
+                plain.append(_Saved(f"{name}.weight", _SPELLINGS[config.dtype], layer.shape, num_bytes, made))
+                group = []
         for source in (loader.names[source] for each in group for source in each.sources):
             info = checkpoint.tensors[source]
             made = partial(_plain, checkpoint, source, getattr(torch, config.dtype))
@@ -123,6 +128,18 @@ def _packed(layer: Projection | Embedding, loader: LayerLoader) -> Iterator[Tens
         del layer.table
     else:
         del layer.weight
+
+
+@contextmanager
+def _expanded(layer: Projection, loader: LayerLoader) -> Iterator[Tensor]:
+    """The matrix of a layer that keeps plain numbers, although its tensors are stored otherwise."""
+    n, k = layer.shape
+    plain = Projection(k, n, bias=False, dtype=layer.dtype)
+    plain.format = layer.format
+    loader.layers[plain] = loader.layers[layer]
+    loader.fill(plain)
+    assert isinstance(plain.weight, kernels.PackedWeight)
+    yield kernels.unpack_weight(plain.weight)
 
 
 @contextmanager

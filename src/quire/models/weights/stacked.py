@@ -34,9 +34,10 @@ class Stack:
 STACKS = (
     Stack(r"\.experts\.gate_up_proj$", (".experts.{}.gate_proj.weight", ".experts.{}.up_proj.weight")),
     Stack(r"\.experts\.down_proj$", (".experts.{}.down_proj.weight",)),
-    Stack(r"\.experts\.(gate|up|down)_proj\.weight$", (r".experts.{}.\1_proj.weight",)),
 )
-"""As transformers keeps experts, and as GGUF files do."""
+"""As transformers keeps experts."""
+MODULE_STACKS = (Stack(r"\.experts\.(gate|up|down)_proj\.(weight|bias)$", (r".experts.{}.\1_proj.\2",)),)
+"""As GGUF files do, whatever the architecture."""
 
 
 @dataclass(frozen=True, slots=True)

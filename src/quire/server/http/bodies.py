@@ -27,7 +27,7 @@ MAX_BODIES = 16
 """Limit on all bodies that are being received, as a multiple of the largest allowed body."""
 _SMALL_BYTES = 1024**2
 """Bodies up to this size are always accepted."""
-_PLACE = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<where>.*)`)?", re.DOTALL)
+_PLACE = re.compile(r"(?P<what>.*) - at `(?:key in )?\$\.?(?P<where>.*)`", re.DOTALL)  # the last place in the message
 _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
@@ -137,8 +137,7 @@ def _check_keys(pairs: list[tuple[str, Any]]) -> None:
 def _wrong_field(message: str) -> ApiError:
     """Convert the decoder's message: "Expected `int`, got `str` - at `$.max_tokens`"."""
     found = _PLACE.fullmatch(message)
-    where = (found and found.group("where")) or ""
-    what = found.group("what") if found else message
+    what, where = (found["what"], found["where"]) if found else (message, "")
     if missing := _MISSING.search(what):
         where = f"{where}.{missing.group(1)}".removeprefix(".")
     what = what.replace("`", "")

@@ -20,7 +20,7 @@ from quire.common.errors import (
     TokenizerError,
 )
 from quire.common.log import logger
-from quire.common.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from quire.common.params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
 
 ANTHROPIC_PATH, OLLAMA_PATH = "/v1/messages", "/api/"
 """Beginnings of paths whose errors have another form than OpenAI's."""
@@ -34,11 +34,11 @@ _OPENAI_TYPES = {
 }
 _ANTHROPIC_TYPES = _OPENAI_TYPES | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 _PARAM_NAMES = {
-    name: name for kind in (SamplingParams, BeamSearchParams) for name in kind.__struct_fields__
+    name: name for kind in (SamplingParams, BeamSearchParams, PoolingParams) for name in kind.__struct_fields__
 } | dict.fromkeys(StructuredOutputsParams.__struct_fields__, "structured_outputs")
 _PARAM_NAMES |= {"tenant": "user", "beam_width": "n", "structured_outputs": "structured_outputs"}
 _PARAM_NAMES |= {name: name for name in ("tools", "tool_choice")}
-_LEADING_NAME = re.compile(r"(?:messages|tools)\[\d+\]|\w+")
+_LEADING_NAME = re.compile(r"(?:messages|tools|input)\[\d+\]|\w+")
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.types import Scope
 
-from quire.common.params import BeamSearchParams, SamplingParams
+from quire.common.params import BeamSearchParams, PoolingParams, SamplingParams
 from quire.server.config import ServerArgs
 from quire.server.http.errors import ApiError, api_error
 
@@ -89,7 +89,7 @@ class RequestContext:
     """Fields of the body that were ignored; reported as `x-quire-warning`."""
     body: bytearray | None = None
     """Beginning of the body, if bodies are logged."""
-    params: SamplingParams | BeamSearchParams | None = None
+    params: SamplingParams | BeamSearchParams | PoolingParams | None = None
     """Parameters of the last engine request."""
     at_end: ExitStack = field(default_factory=ExitStack)
     """Closed when the response was sent and the background generation has ended."""

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from quire.common.errors import CheckpointError
-from quire.common.lora import LoRARequest
+from quire.common.lora import MAX_PATH_LEN, LoRARequest
 from quire.server.http.bodies import read_struct
 from quire.server.http.endpoint import Endpoint, json_response
 from quire.server.http.errors import ApiError, invalid
@@ -75,6 +75,8 @@ def _below(lora_dir: str | None, path: str) -> Path:
     if lora_dir is None:
         message = "requests cannot load adapters: start the server with --lora-dir, the folder that contains them"
         raise ApiError(403, message, code="lora_dir_missing")
+    if len(path) > MAX_PATH_LEN:
+        raise invalid(f"lora_path has {len(path):,} characters; at most {MAX_PATH_LEN:,} are allowed", "lora_path")
     try:
         base = Path(lora_dir).expanduser().resolve()
         folder = (base / path).resolve()

@@ -88,7 +88,7 @@ class Tracer:
             "gen_ai.operation.name": _OPERATIONS.get(context.route, "chat"),
             "gen_ai.provider.name": "quire",
             "gen_ai.request.model": self._model_name,
-            "gen_ai.request.choice.count": context.params.n,
+            "gen_ai.request.choice.count": getattr(context.params, "n", 1),
             "gen_ai.response.finish_reasons": [context.finish_reason] if context.finish_reason else [],
             "gen_ai.usage.input_tokens": context.num_prompt_tokens,
             "gen_ai.usage.output_tokens": context.num_generated_tokens,

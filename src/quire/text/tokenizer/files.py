@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, models, processors
+from tokenizers import AddedToken, models, normalizers, processors
 
 from quire.common.errors import RequestError, TokenizerError
+from quire.config.checkpoint.sentence_transformers import read_sentence_config
 from quire.config.hf_config import check_file, read_json_object
 from quire.text.tokenizer.formats.backend import Built
 from quire.text.tokenizer.formats.byte_level import WORDS, PreTokenizer, byte_level_bpe
@@ -57,7 +58,15 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
             adds_bos = config.get("add_bos_token")
             frame = {**config, "add_bos_token": built.adds_bos if adds_bos is None else adds_bos}
             frame_with_special_tokens(built.backend, frame, special_tokens)
+        if read_sentence_config(folder).do_lower_case:
+            _lower_texts(built.backend)
         return TokenizerFiles(built.backend, special_tokens, _read_chat_templates(folder, config))
+
+
+def _lower_texts(backend: tokenizers.Tokenizer) -> None:
+    """Let texts become lower case before all else."""
+    steps = [normalizers.Lowercase(), *([] if backend.normalizer is None else [backend.normalizer])]
+    backend.normalizer = normalizers.Sequence(steps)
 
 
 def write_tokenizer_files(files: TokenizerFiles, folder: Path) -> None:

@@ -16,55 +16,14 @@ from quire.config.checkpoint.gguf.files import read_gguf
 from quire.config.checkpoint.gguf.header import Array
 from quire.config.hf_config import HFConfig
 from quire.text.tokenizer.files import MAX_TEMPLATE_BYTES, TokenizerFiles, frame_with_special_tokens, library_errors
-from quire.text.tokenizer.formats.byte_level import GPT2, O200K, TEKKEN, WORDS, PreTokenizer, byte_level_bpe
+from quire.text.tokenizer.formats.byte_level import byte_level_bpe
 from quire.text.tokenizer.formats.sentencepiece import BYTE, NORMAL, UNUSED, Pieces, added_tokens, backend_of
+from quire.text.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 
 _KEY = "tokenizer.ggml"
 _TEMPLATE = "tokenizer.chat_template"
 _ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "seperator": "sep", "padding": "pad", "mask": "mask"}
 """The header's name of a special token -> ours. (The format spells `seperator` so.)"""
-_CJK = "[一-龥぀-ゟ゠-ヿ]+"  # noqa: RUF001
-_CJK_OF_2023 = "[一-龥ࠀ-一가-퟿]+"
-_ASCII_MARKS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
-
-
-_LLAMA3 = PreTokenizer((WORDS % r"\p{N}{1,3}",), whole_words=True, adds_bos=True)
-_QWEN2 = PreTokenizer((WORDS % r"\p{N}",), composes=True)
-PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2": PreTokenizer((GPT2,)),
-    "mpt": PreTokenizer((GPT2,)),
-    "olmo": PreTokenizer((GPT2,)),
-    "smollm": PreTokenizer((r"\p{N}", GPT2)),
-    "starcoder": PreTokenizer((r"\p{N}", GPT2)),
-    "refact": PreTokenizer((r"\p{N}", GPT2)),
-    "command-r": PreTokenizer((r"\p{N}", GPT2)),
-    "codeshell": PreTokenizer((r"\p{N}", GPT2)),
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "falcon3": _LLAMA3,
-    "pixtral": _LLAMA3,
-    "smaug-bpe": PreTokenizer((WORDS % r"\p{N}{1,3}",)),
-    "dbrx": PreTokenizer((WORDS % r"\p{N}{1,3}",)),
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "megrez": _QWEN2,
-    "stablelm2": PreTokenizer((WORDS % r"\p{N}",)),
-    "tekken": PreTokenizer((TEKKEN,), whole_words=True, adds_bos=True),
-    "gpt-4o": PreTokenizer((O200K,)),
-    "llama4": PreTokenizer((O200K,)),
-    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_OF_2023, r"\p{N}")),
-    "deepseek-v3": PreTokenizer(
-        (
-            r"\p{N}{1,3}",
-            _CJK,
-            _ASCII_MARKS + r"[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|"
-            r"\s+(?!\S)|\s+",
-        )
-    ),
-}
-"""By `tokenizer.ggml.pre`. Patterns: those of the tokenizer.json files that the names stand for."""
 
 
 def read_gguf_tokenizer(path: Path) -> TokenizerFiles:

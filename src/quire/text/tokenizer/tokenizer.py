@@ -114,6 +114,38 @@ class Tokenizer:
             except TypeError as error:
                 raise InvalidPromptError(f"the text is not valid Unicode: {text[:40]!r}") from error
 
+    def encode_cut(self, text: str, max_tokens: int | None) -> list[int]:
+        """As `encode`, while other threads run. Of a longer text the first tokens are kept, `max_tokens` with the
+        special ones, which stay; None keeps all."""
+        if max_tokens is None:
+            return list(self._encoded(text, True).ids)
+        found = self._encoded(text, False)
+        found.truncate(max(0, max_tokens - self._backend.num_special_tokens_to_add(False)))
+        return list(self._backend.post_process(found).ids)[:max_tokens]
+
+    def encode_pair(self, first: str, second: str, max_tokens: int | None) -> tuple[list[int], list[int]]:
+        """Return token ids and token type ids of two texts, joined by the checkpoint's template of pairs, such as
+        `[CLS] a [SEP] b [SEP]`. If they have more than `max_tokens`, tokens are removed from the end of the longer
+        text, and of both once they are as long as each other."""
+        if max_tokens is None:
+            found = self._encoded((first, second), True)
+            return list(found.ids), list(found.type_ids)
+        parts = self._encoded(first, False), self._encoded(second, False)
+        room = max(0, max_tokens - self._backend.num_special_tokens_to_add(True))
+        for part, num_kept in zip(parts, _kept(len(parts[0]), len(parts[1]), room), strict=True):
+            part.truncate(num_kept)
+        found = self._backend.post_process(*parts)
+        return list(found.ids)[:max_tokens], list(found.type_ids)[:max_tokens]
+
+    def _encoded(self, text: str | tuple[str, str], add_special_tokens: bool) -> tokenizers.Encoding:
+        """A batch of one: that lets other threads run, and unlike a longer one takes a single core."""
+        fault_point("tokenizer.encode")
+        with library_errors(f"the tokenizer of {self.source} failed to encode a text"):
+            try:
+                return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            except TypeError as error:
+                raise InvalidPromptError(f"the text is not valid Unicode: {str(text)[:40]!r}") from error
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`. Invalid UTF-8 becomes U+FFFD; ids without a token give no text."""
         return self._decoder.decode(token_ids, skip_special_tokens)
@@ -187,3 +219,11 @@ class Tokenizer:
     def _special_id(self, role: str) -> int | None:
         token = self.special_tokens.get(role)
         return None if token is None else self._backend.token_to_id(token)
+
+
+def _kept(num_first: int, num_second: int, room: int) -> tuple[int, int]:
+    """Return how many tokens are kept of each of two texts, which may have `room` in all."""
+    if num_first + num_second <= room:
+        return num_first, num_second
+    shorter = min(num_first, num_second, room // 2)
+    return (shorter, room - shorter) if num_first <= num_second else (room - shorter, shorter)

@@ -1,16 +1,13 @@
-"""GGUF models of one file or several: which files belong together, and their tensors under the names of config.json's
-architecture."""
+"""GGUF models of one file or several: which files belong together, and what their headers say."""
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.common.errors import CheckpointError
-from quire.config.checkpoint.gguf.architectures import architecture_of
 from quire.config.checkpoint.gguf.header import Header, read_header
-from quire.config.checkpoint.tensors import MappedCheckpoint, MappedTensor
+from quire.config.checkpoint.tensors import MappedTensor
 from quire.config.hf_config import HFConfig
 
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -51,56 +48,6 @@ def read_gguf(path: Path) -> GGUFModel:
             f"{paths[0]} promises {first['split.tensors.count']} tensors, the {len(paths)} parts hold {len(tensors)}"
         )
     return GGUFModel(HFConfig(first, str(paths[0])), tensors)
-
-
-def open_gguf(path: Path) -> "GGUFCheckpoint":
-    """The tensors of a model, under the names that a Hugging Face checkpoint has for them. Raises the errors of
-    read_gguf, and UnsupportedModelError for an architecture that Quire does not run."""
-    model = read_gguf(path)
-    architecture = architecture_of(model.metadata)
-    tensors, heads = {}, {}
-    for name, tensor in model.tensors.items():
-        if (ours := architecture.weight_name(name)) is None:
-            continue
-        tensors[ours] = tensor
-        if num_heads := architecture.permuted_heads(name, model.metadata):
-            heads[ours] = num_heads
-            if tensor.logical_shape[0] % (2 * num_heads):
-                raise CheckpointError(
-                    f"{tensor.path}: the {tensor.logical_shape[0]} rows of {name!r} are not those of {num_heads} heads"
-                )
-    return GGUFCheckpoint(tensors, heads)
-
-
-class GGUFCheckpoint(MappedCheckpoint):
-    """A model's tensors, with rows in the order of a Hugging Face checkpoint.
-
-    Converters reorder the rows of some query and key projections, for a rotary embedding that rotates neighbours: row
-    2i + j of a head is row i + j * head_dim / 2 there. Such tensors are gathered when they are read.
-    """
-
-    def __init__(self, tensors: Mapping[str, MappedTensor], permuted_heads: Mapping[str, int]) -> None:
-        super().__init__(tensors)
-        self._permuted_heads = permuted_heads
-
-    @contextmanager
-    def reading(self, name: str, rows: tuple[int, int] | None = None) -> Iterator[memoryview]:
-        """As Checkpoint says."""
-        num_heads = self._permuted_heads.get(name)
-        if num_heads is None:
-            with super().reading(name, rows) as data:
-                yield data
-            return
-        num_rows = self.tensors[name].shape[0]
-        row_bytes, head_dim = self.tensors[name].num_bytes // num_rows, num_rows // num_heads
-        first, end = rows or (0, num_rows)
-        ordered = bytearray((end - first) * row_bytes)
-        with super().reading(name) as data:
-            for to, row in enumerate(range(first, end)):
-                head, j, i = row // head_dim, row % head_dim // (head_dim // 2), row % (head_dim // 2)
-                start = (head * head_dim + 2 * i + j) * row_bytes
-                ordered[to * row_bytes : (to + 1) * row_bytes] = data[start : start + row_bytes]
-        yield memoryview(ordered)
 
 
 def parts_of(path: Path) -> list[Path]:

@@ -44,8 +44,8 @@ class GPT2LMHeadModel(Decoder):
         scale = attention.scale if hf.flag("scale_attn_weights", True) else 1.0
         if hf.flag("scale_attn_by_inverse_layer_idx", False):
             scale /= layer + 1
-        stored = QKVLayout.STACKED
-        return replace(attention, scale=scale, qkv_bias=True, o_bias=True, qkv_layout=stored, is_transposed=True)
+        attention = replace(attention, scale=scale, qkv_bias=True, o_bias=True)
+        return replace(attention, qkv_layout=QKVLayout.STACKED, is_transposed=_is_transposed(hf))
 
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
@@ -55,8 +55,14 @@ class GPT2LMHeadModel(Decoder):
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
         width = hf.size("intermediate_size", 4 * hf.size("hidden_size"))
         activation = activation_kind(hf, "hidden_act", "gelu_new")
-        return MLPShape(width, activation, is_gated=False, up_bias=True, down_bias=True, is_transposed=True)
+        is_transposed = _is_transposed(hf)
+        return MLPShape(width, activation, is_gated=False, up_bias=True, down_bias=True, is_transposed=is_transposed)
 
     @classmethod
     def norm_shape(cls, hf: HFConfig) -> NormShape:
         return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False, has_bias=True)
+
+
+def _is_transposed(hf: HFConfig) -> bool:
+    """Whether matrices are stored [in, out], as they are but for GGUF files."""
+    return hf.flag("transposed_matrices", True)

@@ -1,16 +1,18 @@
 """StableLM (Bellagente et al. 2024): layer norms, a gated MLP, and a partial rotary embedding."""
 
 from dataclasses import replace
+from typing import ClassVar
 
-from quire.common.errors import UnsupportedModelError
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.shapes import Arrangement, AttentionShape, LayerShape
+from quire.models.decoder.shapes import Arrangement, AttentionShape, HeadNormShape, LayerShape, Span
 from quire.models.layers.norm import NormShape
 
 
 class StableLmForCausalLM(Decoder):
     """With `use_parallel_residual`, attention and MLP read one norm."""
+
+    renames: ClassVar = ((r"^model\.", ""), (r"\.([qk])_layernorm\.", r".\1_norm."))
 
     @classmethod
     def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
@@ -20,9 +22,12 @@ class StableLmForCausalLM(Decoder):
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        if hf.flag("qk_layernorm", False):
-            raise UnsupportedModelError(f"{hf.source}: 'qk_layernorm' is true: these norms are not supported")
-        return replace(super().attention_shape(hf, layer), qkv_bias=hf.flag("use_qkv_bias", False))
+        norm = HeadNormShape(replace(cls.norm_shape(hf), has_bias=False), Span.EACH_HEAD, is_apart=True)
+        return replace(
+            super().attention_shape(hf, layer),
+            qkv_bias=hf.flag("use_qkv_bias", False),
+            head_norm=norm if hf.flag("qk_layernorm", False) else None,
+        )
 
     @classmethod
     def norm_shape(cls, hf: HFConfig) -> NormShape:

@@ -11,7 +11,11 @@ from quire.models.families.llama import LlamaForCausalLM
 class HunYuanDenseV1ForCausalLM(LlamaForCausalLM):
     """All sizes of version 1."""
 
-    renames: ClassVar = ((r"^model\.", ""), (r"\.query_layernorm\.", ".q_norm."), (r"\.key_layernorm\.", ".k_norm."))
+    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+        (r"^model\.", ""),
+        (r"\.query_layernorm\.", ".q_norm."),
+        (r"\.key_layernorm\.", ".k_norm."),
+    )
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:

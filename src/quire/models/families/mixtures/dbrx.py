@@ -1,6 +1,7 @@
 """DBRX (Databricks 2024): layer norms without biases, clipped queries, keys and values, and experts in every layer."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 from quire.common.errors import UnsupportedModelError
 from quire.config.hf_config import HFConfig
@@ -30,6 +31,7 @@ class DbrxForCausalLM(Decoder):
         (r"\.ffn\.router\.layer\.", ".mlp.gate."),
         (r"\.ffn\.experts\.mlp\.", ".mlp.experts."),
     )
+    fused: ClassVar = {"gate_up_proj": ("gate_proj", "up_proj")}
 
     @classmethod
     def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:

@@ -1,12 +1,14 @@
-"""GLM-4.5 and 4.6 (GLM-4.5 Team 2025): experts chosen as in DeepSeek-V3, after a few layers with a wide MLP."""
+"""GLM-4.5, 4.6 (GLM-4.5 Team 2025) and dots.llm1 (2025): experts chosen as in DeepSeek-V3, after a few wide MLPs."""
 
 from dataclasses import replace
 
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.reading import read_routing
+from quire.models.decoder.reading import prediction_layer, read_routing
 from quire.models.decoder.shapes import AttentionShape, HeadNormShape
+from quire.models.families.llama import LlamaForCausalLM
+from quire.models.families.qwen.qwen2 import layer_window
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.experts import ExpertsShape
 from quire.models.weights.stacked import Stack
@@ -28,19 +30,33 @@ class Glm4MoeForCausalLM(Decoder):
 
     @classmethod
     def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
-        num_layers = config.hf_config.size("num_hidden_layers")
-        return (*super().stacks(config), Stack(rf"^model\.layers\.{num_layers}\.", ()))
+        return (*super().stacks(config), prediction_layer(config.hf_config))
 
 
-def corrected_experts(hf: HFConfig) -> ExpertsShape:
-    """Experts chosen by sigmoids, with a correction that balanced their load in training (DeepSeek-AI 2024)."""
+class Dots1ForCausalLM(LlamaForCausalLM):
+    """Norms of heads, and windows from layer `max_window_layers` on."""
+
+    @classmethod
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        norm, window = HeadNormShape(cls.norm_shape(hf)), layer_window(hf, layer, by_default=True)
+        return replace(super().attention_shape(hf, layer), head_norm=norm, sliding_window=window)
+
+    @classmethod
+    def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:
+        first = hf.get("first_k_dense_replace")
+        return None if layer < (first if isinstance(first, int) else 0) else corrected_experts(hf, normalizes=False)
+
+
+def corrected_experts(hf: HFConfig, *, normalizes: bool = True) -> ExpertsShape:
+    """Experts chosen by sigmoids, with a correction that balanced their load in training (DeepSeek-AI 2024).
+    `normalizes`: whether a config without `norm_topk_prob` does."""
     num_experts, num_groups = hf.size("n_routed_experts", 128), hf.size("n_group", 1)
     routing = read_routing(
         hf,
         num_experts,
         hf.size("num_experts_per_tok", 8),
         scoring="sigmoid",
-        is_normalized=hf.flag("norm_topk_prob", True),
+        is_normalized=hf.flag("norm_topk_prob", normalizes),
         scale=hf.number("routed_scaling_factor", 1.0),
         num_groups=num_groups,
         top_groups=hf.size("topk_group", 1),

@@ -1,4 +1,6 @@
-"""Granite 3 MoE (IBM 2024): Granite with experts in each layer."""
+"""Granite 3 MoE (IBM 2024): Granite with experts in each layer, and one that all tokens share or none."""
+
+from dataclasses import replace
 
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
@@ -22,8 +24,8 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
     def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
         both = (".experts.{}.gate_proj.weight", ".experts.{}.up_proj.weight")
         return (
-            Stack(r"\.input_linear\.weight$", both),
-            Stack(r"\.output_linear\.weight$", (".experts.{}.down_proj.weight",)),
+            Stack(r"(?<=moe)\.input_linear\.weight$", both),
+            Stack(r"(?<=moe)\.output_linear\.weight$", (".experts.{}.down_proj.weight",)),
         )
 
     @classmethod
@@ -32,3 +34,26 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
         multiplier = hf.number("residual_multiplier", 1.0)
         routing = read_routing(hf, num_experts, top_k, is_normalized=True, scale=multiplier)
         return ExpertsShape(routing, hf.size("intermediate_size"), activation_kind(hf, "hidden_act", "silu"))
+
+
+class GraniteMoeSharedForCausalLM(GraniteMoeForCausalLM):
+    """With `shared_intermediate_size`, an expert that all tokens share."""
+
+    renames = (*GraniteMoeForCausalLM.renames, (r"\.shared_mlp\.", ".mlp.shared_experts."))
+
+    @classmethod
+    def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
+        both = (".shared_mlp.gate_proj.weight", ".shared_mlp.up_proj.weight")
+        return (
+            *super().stacks(config),
+            Stack(r"\.shared_mlp\.input_linear\.weight$", both, num_experts=1),
+            Stack(r"\.shared_mlp\.output_linear\.weight$", (".shared_mlp.down_proj.weight",), num_experts=1),
+        )
+
+    @classmethod
+    def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:
+        shape, is_shared = super().experts_shape(hf, layer), hf.get("shared_intermediate_size", 1024) != 0
+        if shape is None or not is_shared:
+            return shape
+        width = hf.size("shared_intermediate_size", 1024)
+        return replace(shape, shared_width=width, shared_multiplier=hf.number("residual_multiplier", 1.0))

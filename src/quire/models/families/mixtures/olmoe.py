@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from quire.common.errors import UnsupportedModelError
 from quire.config.hf_config import HFConfig
-from quire.models.decoder.reading import read_routing
+from quire.models.decoder.reading import read_clip, read_routing
 from quire.models.decoder.shapes import AttentionShape, HeadNormShape, Span
 from quire.models.families.llama import LlamaForCausalLM
 from quire.models.layers.activation import activation_kind
@@ -16,10 +15,8 @@ class OlmoeForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        if hf.get("clip_qkv") is not None:
-            raise UnsupportedModelError(f"{hf.source}: clip_qkv is not supported")
         norm = HeadNormShape(cls.norm_shape(hf), Span.PROJECTION)
-        return replace(super().attention_shape(hf, layer), head_norm=norm)
+        return replace(super().attention_shape(hf, layer), head_norm=norm, clip=read_clip(hf))
 
     @classmethod
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:

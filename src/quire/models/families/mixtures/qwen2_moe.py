@@ -5,7 +5,7 @@ from dataclasses import replace
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.reading import layer_indices, read_routing
 from quire.models.decoder.shapes import AttentionShape
-from quire.models.families.qwen2 import Qwen2ForCausalLM
+from quire.models.families.qwen.qwen2 import Qwen2ForCausalLM
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.experts import ExpertsShape
 

@@ -2,7 +2,7 @@
 
 from quire.config.hf_config import HFConfig
 from quire.models.families.mixtures.qwen2_moe import some_layers_experts
-from quire.models.families.qwen3 import Qwen3ForCausalLM
+from quire.models.families.qwen.qwen3 import Qwen3ForCausalLM
 from quire.models.layers.experts import ExpertsShape
 
 

@@ -60,4 +60,4 @@ def in_blocks(part: Part, block_type: str) -> Part:
         return columns // elements * block_bytes
 
     columns = None if part.columns is None else (num_bytes(part.columns[0]), num_bytes(part.columns[1]))
-    return Part((part.shape[0], num_bytes(part.shape[1])), part.rows, columns)
+    return Part((part.shape[0], num_bytes(part.shape[1])), part.rows, columns, blocks=part.blocks)

@@ -73,7 +73,7 @@ class StoredIntegers(ABC):
 
     def expand(self, out: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """As StoredWeight."""
-        layout, numbers = self.layout(out.shape[1]), self.numbers(tensors, *out.shape)
+        layout, numbers = self.layout(out.shape[1]), _finite(self.numbers(tensors, *out.shape))
         columns = slice(None) if numbers.order is None else numbers.order
         for rows in pieces(out.shape):
             zeros = None if numbers.zeros is None else numbers.zeros[rows]
@@ -110,7 +110,7 @@ class Integers:
             numbers = layout.without_values(*shape)
         else:
             modules = [
-                self.stored.numbers(tensors_of(tensors, i, len(self.sizes)), size, shape[1])
+                _finite(self.stored.numbers(tensors_of(tensors, i, len(self.sizes)), size, shape[1]))
                 for i, size in enumerate(self.sizes)
             ]
             numbers = modules[0] if len(modules) == 1 else _stacked(modules)
@@ -123,6 +123,13 @@ class Integers:
             layout.scale_range,
             None if numbers.order is None else numbers.order.int(),
         )
+
+
+def _finite(numbers: Numbers) -> Numbers:
+    """The same numbers. Raises CheckpointError if a scale is infinite or a NaN."""
+    if numbers.scales.is_floating_point() and not all(bool(end.isfinite()) for end in numbers.scales.aminmax()):
+        raise CheckpointError("scales are not finite")
+    return numbers
 
 
 def _stacked(modules: list[Numbers]) -> Numbers:

@@ -11,6 +11,7 @@ import msgspec
 
 from quire.common.errors import InvalidPromptError
 from quire.server.api.chat.protocol import ChatCompletionRequest, ChatMessage, ContentPart, Tool
+from quire.server.api.pooling.protocol import InputFields
 from quire.server.api.tokens.protocol import TokenizeRequest
 from quire.server.http.errors import invalid
 from quire.server.models.served_model import ServedModel
@@ -40,7 +41,7 @@ class ChatPrompt(TypedDict):
 
 async def chat_prompt(
     model: ServedModel,
-    request: ChatCompletionRequest | TokenizeRequest,
+    request: ChatCompletionRequest | TokenizeRequest | InputFields,
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool] | None,
     variables: Mapping[str, Any],
@@ -83,7 +84,7 @@ async def chat_prompt(
         text = render()
     else:
         text = await asyncio.to_thread(render)
-    return {"prompt": text, "prompt_token_ids": await model.llm.encode(text, bool(request.add_special_tokens))}
+    return {"prompt": text, "prompt_token_ids": await model.llm.tokenize(text, bool(request.add_special_tokens))}
 
 
 def _num_chars(message: ChatMessage) -> int:

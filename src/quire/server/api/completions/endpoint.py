@@ -13,14 +13,14 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from quire.common.errors import InvalidPromptError
 from quire.common.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.common.params import BeamSearchParams, SamplingParams
 from quire.common.params.sampling import ALL_LOGPROBS
 from quire.engine.requests.input_processor import Prompt
 from quire.server.api.completions.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from quire.server.api.shared.fields import Prompts, Timings
+from quire.server.api.shared.fields import Timings
 from quire.server.api.shared.generation import TokenCounts, beside, finite, generate, prompt_logprobs, token_text
+from quire.server.api.shared.prompts import listed_prompts
 from quire.server.api.shared.sampling import check_request, make_params, name_fields, num_choices, structure
 from quire.server.http import sse
 from quire.server.http.bodies import read_struct
@@ -52,7 +52,7 @@ async def complete(
     model: ServedModel, context: RequestContext, request: CompletionRequest, answer_id: str
 ) -> AsyncGenerator[Completion, None]:
     """The chunks of a response; the last one has usage and timings but no choices. Raises RequestError or ApiError."""
-    prompts = _listed(request.prompt)
+    prompts = listed_prompts(request.prompt)
     check_request(model, request, len(prompts))
     name_fields(context.field_names, request)
     params = _params(model, context, request)
@@ -104,20 +104,6 @@ def _check_copies(num_prompts: int, params: SamplingParams | BeamSearchParams) -
         raise invalid(f"{message} allowed; send fewer prompts per request", "prompt")
 
 
-def _listed(prompt: Prompts) -> list[Prompt]:
-    """The prompts as a list, also if there is only one."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if prompt and all(isinstance(item, int) for item in prompt):
-        return [[item for item in prompt if isinstance(item, int)]]
-    listed: list[Prompt] = [item for item in prompt if not isinstance(item, int)]
-    if not listed or len(listed) < len(prompt):
-        raise InvalidPromptError(
-            "the prompt must be a string, a list of token ids, or a list of either, and must not be empty"
-        )
-    return listed
-
-
 def _params(
     model: ServedModel, context: RequestContext, request: CompletionRequest
 ) -> SamplingParams | BeamSearchParams:
@@ -140,7 +126,7 @@ async def _plainly_encoded(model: ServedModel, prompt: Prompt) -> Prompt:
     """The prompt encoded without the special tokens that the engine's interface would add."""
     if not isinstance(prompt, str):
         return prompt
-    return {"prompt": prompt, "prompt_token_ids": await model.llm.encode(prompt, add_special_tokens=False)}
+    return {"prompt": prompt, "prompt_token_ids": await model.llm.tokenize(prompt, add_special_tokens=False)}
 
 
 def _forget_tokens(output: RequestOutput) -> None:

@@ -64,7 +64,7 @@ async def _prompt(model: ServedModel, body: api.GenerateRequest, chat: ChatCompl
     """The prompt after `context`, or without the template if it is `raw`; None: as for any chat."""
     if body.raw:
         text = body.prompt or ""
-        prompt = ChatPrompt(prompt=text, prompt_token_ids=await model.llm.encode(text))
+        prompt = ChatPrompt(prompt=text, prompt_token_ids=await model.llm.tokenize(text))
     elif body.context:
         prompt = await make_prompt(model, chat, ChatPlan(model, chat))
     else:

@@ -235,11 +235,6 @@ async def delete(request: Request) -> ASGIApp:
     raise ApiError(403, "models are not deleted by requests: remove the checkpoint's files on the server")
 
 
-async def embed(request: Request) -> ASGIApp:
-    """POST /api/embed and /api/embeddings. Always raises ApiError (400)."""
-    raise invalid("embeddings are not supported by this server", code="not_supported")
-
-
 ENDPOINTS = (
     Endpoint("/api/tags", "GET", tags, "List the models, in Ollama's form", response=api.ModelList),
     Endpoint("/api/ps", "GET", ps, "List the models that are loaded, in Ollama's form", response=api.RunningList),
@@ -253,6 +248,4 @@ ENDPOINTS = (
     ),
     Endpoint("/api/version", "GET", version, "Show the version, in Ollama's form", response=Version),
     Endpoint("/api/delete", "DELETE", delete, "Refused: models are not deleted by requests", response=dict[str, Any]),
-    Endpoint("/api/embed", "POST", embed, "Not supported yet", response=dict[str, Any]),
-    Endpoint("/api/embeddings", "POST", embed, "Not supported yet", response=dict[str, Any]),
 )  # fmt: skip

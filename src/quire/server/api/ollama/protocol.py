@@ -224,3 +224,42 @@ class PullStatus(msgspec.Struct, omit_defaults=True):
     total: int | None = None
     """Bytes; None while unknown."""
     completed: int | None = None
+
+
+class EmbedRequest(msgspec.Struct, kw_only=True):
+    """Texts to be embedded."""
+
+    model: str
+    input: str | list[str]
+    truncate: bool | None = None
+    """Whether texts that are too long are cut. Default: true."""
+    dimensions: int | None = None
+    keep_alive: str | float | None = None
+    options: dict[str, Any] | None = None
+    """Accepted without effect."""
+
+
+class EmbedOneRequest(msgspec.Struct, kw_only=True):
+    """A text to be embedded, in the older form."""
+
+    model: str
+    prompt: str
+    keep_alive: str | float | None = None
+    options: dict[str, Any] | None = None
+    """Accepted without effect."""
+
+
+class Embeddings(msgspec.Struct, kw_only=True):
+    """Answer of /api/embed; durations in nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OneEmbedding(msgspec.Struct, kw_only=True):
+    """Answer of /api/embeddings."""
+
+    embedding: list[float]

@@ -30,7 +30,6 @@ _QUICK_ITEMS = 256
 """Number of items that are converted at once; more are converted in a thread."""
 _FIELD_NAMES = {
     "prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text",
-    "structured_outputs": "text",
 }  # fmt: skip
 _SAME_NAMES = ("previous_response_id", "instructions", "max_output_tokens", "max_tool_calls", "user",
                "safety_identifier", "prompt_cache_key")  # fmt: skip
@@ -47,6 +46,8 @@ async def create(request: Request) -> ASGIApp:
     """Create a response: whole, as a stream, or in the background."""
     context_of(request).field_names |= _FIELD_NAMES
     body = await read_struct(request, api.ResponsesRequest)
+    if body.structured_outputs is None:
+        context_of(request).field_names["structured_outputs"] = "text"
     state, owner = state_of(request), context_of(request).tenant
     responses = stored_responses(state)
     if body.background:
@@ -143,7 +144,7 @@ async def _make_run(request: Request, body: api.ResponsesRequest, responses: Sto
         await stored(responses.store.add(owner, row) if is_new else responses.store.update(owner, row))
 
     async def count_tokens(text: str) -> int:
-        return len(await model.llm.encode(text, False))
+        return len(await model.llm.tokenize(text, False))
 
     return Run(
         ResponseBuilder(response, new_id),

@@ -171,11 +171,15 @@ def _chat_tool(tool: api.FunctionTool) -> dict[str, Any]:
 
 
 def _response_format(text: api.TextConfig | None) -> dict[str, Any] | None:
-    form = text.format if text is not None else None
-    if isinstance(form, api.JsonSchemaFormat):
-        schema = {name: value for name, value in msgspec.structs.asdict(form).items() if value is not None}
-        return {"type": "json_schema", "json_schema": schema}
-    return {"type": "json_object"} if isinstance(form, api.JsonObjectFormat) else None
+    if text is None or isinstance(text.format, api.TextFormat):
+        return None
+    fields = {name: value for name, value in msgspec.structs.asdict(text.format).items() if value is not None}
+    match text.format:
+        case api.JsonSchemaFormat():
+            return {"type": "json_schema", "json_schema": fields}
+        case api.StructuralTagFormat():
+            return {"type": "structural_tag", **fields}
+    return {"type": "json_object"}
 
 
 def refused(param: str, reason: str) -> ApiError:

@@ -109,10 +109,18 @@ class JsonSchemaFormat(msgspec.Struct, tag="json_schema"):
     strict: bool | None = None
 
 
+class StructuralTagFormat(msgspec.Struct, tag="structural_tag", omit_defaults=True):
+    """Text with structured parts, as vLLM describes it, in either form. OpenAI's API does not have it."""
+
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+
 class TextConfig(msgspec.Struct):
     """The format of the output text."""
 
-    format: TextFormat | JsonObjectFormat | JsonSchemaFormat = TextFormat()
+    format: TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat = TextFormat()
 
 
 class Reasoning(msgspec.Struct):

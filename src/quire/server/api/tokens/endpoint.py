@@ -39,7 +39,7 @@ async def _token_ids(model: ServedModel, body: api.TokenizeRequest) -> list[int]
     if (body.prompt is None) == (body.messages is None):
         raise invalid("exactly one of prompt and messages is required", "prompt")
     if body.prompt is not None:
-        return await model.llm.encode(body.prompt, body.add_special_tokens is not False)
+        return await model.llm.tokenize(body.prompt, body.add_special_tokens is not False)
     prompt = await chat_prompt(model, body, body.messages or [], body.tools, body.chat_template_kwargs or {})
     return prompt["prompt_token_ids"]
 

@@ -7,8 +7,8 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-WORDS = _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+WORDS = CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """The pattern of Llama 3 and Qwen 2, which differ in how many digits stay together."""
 CL100K = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+\z|\s*[\r\n]|\s+(?!\S)|\s"
@@ -22,16 +22,16 @@ _CASED = (
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
-def _cased(upper: str, lower: str, contraction: str, digits: str, slash: str) -> str:
+def cased(contraction: str, digits: str, slash: str, but: str = "") -> str:
+    """The pattern of words whose letters are not of the class `but`, with a contraction or none at the end."""
+    upper, lower = _UPPER + but, _LOWER + but
     return _CASED % (upper, lower, contraction, upper, lower, contraction, digits, slash)
 
 
-TEKKEN = _cased(_UPPER, _LOWER, "", r"\p{N}", "/")
-O200K = _cased(_UPPER, _LOWER, f"{_CONTRACTION}?", r"\p{N}{1,3}", "/")
+TEKKEN = cased("", r"\p{N}", "/")
+O200K = cased(f"{CONTRACTION}?", r"\p{N}{1,3}", "/")
 """GPT-4o's pattern."""
-KIMI = r"\p{Han}+|" + _cased(
-    rf"{_UPPER}&&[^\p{{Han}}]", rf"{_LOWER}&&[^\p{{Han}}]", f"{_CONTRACTION}?", r"\p{N}{1,3}", ""
-)
+KIMI = r"\p{Han}+|" + cased(f"{CONTRACTION}?", r"\p{N}{1,3}", "", r"&&[^\p{Han}]")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""The engines that are compared, their processes, and how they are measured interleaved."""

@@ -1,0 +1,1 @@
+"""Commands that draw in a terminal."""

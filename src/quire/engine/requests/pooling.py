@@ -1,0 +1,174 @@
+"""Pooling requests: what is wanted of a prompt's hidden states, and the checks of prompts and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from quire.common.batch import Pooled, PooledRows, PoolSpec
+from quire.common.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError, RequestError
+from quire.common.params import PoolerInfo, PoolingParams, PoolingTask, SamplingParams
+
+if TYPE_CHECKING:
+    from quire.engine.requests.input_processor import InputProcessor, Prompt
+
+CANNOT_POOL = (
+    "this model generates text, and cannot pool: use generate, or make the engine with runner='pooling' if the model "
+    "is an embedder or a classifier"
+)
+CANNOT_GENERATE = (
+    "this model pools texts (runner='pooling') and cannot generate: use embed, classify, score or encode, as its tasks "
+    "allow"
+)
+MAX_TOKEN_TYPE = 2**15
+
+
+class PromptPooling:
+    """What is to be made of a prompt's hidden states, and what was made of them."""
+
+    __slots__ = ("is_whole", "num_tokens", "result", "spec", "token_type_ids")
+
+    def __init__(
+        self, spec: PoolSpec, num_tokens: int, *, is_whole: bool, token_type_ids: tuple[int, ...] | None = None
+    ) -> None:
+        self.spec = spec
+        self.num_tokens = num_tokens
+        self.is_whole = is_whole
+        """Whether the hidden states of all tokens are needed, which are not cached: so the prompt runs in one step."""
+        self.token_type_ids = token_type_ids
+        """For each token, which text of a pair it belongs to; None for 0."""
+        self.result: Pooled | None = None
+        """None until the prompt has been computed."""
+
+    @property
+    def max_cached_tokens(self) -> int | None:
+        """The most tokens that may come from the prefix cache; None for any number."""
+        return 0 if self.is_whole else None
+
+    def due(self, start: int, end: int) -> PooledRows | None:
+        """Return the rows to be pooled, if the tokens from position `start` to `end` are the prompt's last."""
+        if end < self.num_tokens:
+            return None
+        return PooledRows(0, end, self.spec) if self.is_whole else PooledRows(end - 1 - start, 1, self.spec)
+
+    def types(self, start: int, end: int) -> tuple[int, ...] | None:
+        """Return the token type ids of the tokens from position `start` to `end`; None for 0."""
+        return None if self.token_type_ids is None else self.token_type_ids[start:end]
+
+
+class PoolingInputs:
+    """Checks pooling requests against what the model's pooler can make. Part of an InputProcessor."""
+
+    def __init__(self, inputs: InputProcessor, info: PoolerInfo | None) -> None:
+        """`info` is None for a model that generates, which refuses all pooling requests."""
+        self._inputs = inputs
+        self.info = info
+        self.max_tokens = inputs.model.max_model_len
+
+    def spec(self, params: PoolingParams) -> PoolSpec:
+        """Return what these parameters ask of the pooler. Raises RequestError if it cannot do that."""
+        return _spec(self._info(), params.task, params.dimensions, params.normalize, params.use_activation)
+
+    def _info(self) -> PoolerInfo:
+        if self.info is None:
+            raise RequestError(CANNOT_POOL)
+        return self.info
+
+    def check_params(self, params: PoolingParams) -> PoolSpec:
+        """As `spec`, and check the rest of what depends on the model."""
+        spec, keep = self.spec(params), params.truncate_prompt_tokens
+        if keep is not None and keep > self.max_tokens:
+            raise InvalidParamsError(
+                f"truncate_prompt_tokens={keep}: this model takes at most {self.max_tokens} tokens"
+            )
+        return spec
+
+    def prompt(self, prompt: Prompt, params: PoolingParams, spec: PoolSpec) -> tuple[str | None, list[int], str, Any]:
+        """Return a prompt's text, token ids, cache salt and token type ids. Raises RequestError."""
+        types: Any = None
+        if isinstance(prompt, Mapping) and "token_type_ids" in prompt:
+            types, prompt = prompt["token_type_ids"], {k: v for k, v in prompt.items() if k != "token_type_ids"}
+        text, token_ids, salt = self._inputs.parse_prompt(prompt)
+        if salt and params.cache_salt and salt != params.cache_salt:
+            raise InvalidParamsError("cache_salt is given with the prompt and in the params, and they differ")
+        if token_ids is None:
+            assert text is not None
+            token_ids = self.encode(text, params)
+        elif (keep := self._num_kept(params)) is not None:
+            token_ids, types = token_ids[-keep:], types if types is None else types[-keep:]
+        self.check_length(len(token_ids), spec)
+        self._inputs.check_token_ids(token_ids)
+        return text, token_ids, salt or params.cache_salt, _checked_types(types, len(token_ids))
+
+    def encode(self, text: str, params: PoolingParams) -> list[int]:
+        """Return the token ids of a text, cut as the parameters say. Other threads run meanwhile. Raises
+        PromptTooLongError for a text that cannot fit."""
+        keep = self._num_kept(params)
+        return self._inputs.tokenizer.encode_cut(self._inputs.readable(text, keep is not None, keeps_start=True), keep)
+
+    def encode_pair(self, pair: tuple[str, str], params: PoolingParams) -> tuple[list[int], list[int]]:
+        """As `encode`, for two texts: token ids and token type ids."""
+        keep = self._num_kept(params)
+        first, second = (self._inputs.readable(text, keep is not None, keeps_start=True) for text in pair)
+        return self._inputs.tokenizer.encode_pair(first, second, keep)
+
+    def _num_kept(self, params: PoolingParams) -> int | None:
+        """Return how many tokens of longer texts are kept; None if they are refused."""
+        return self.max_tokens if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+
+    def check_length(self, num_tokens: int, spec: PoolSpec) -> None:
+        """Raise PromptTooLongError if a text of this number of tokens cannot run."""
+        if num_tokens > self.max_tokens:
+            raise PromptTooLongError(
+                f"the text has {num_tokens} tokens, and the model takes {self.max_tokens}: shorten it, or cut it with "
+                "truncate_prompt_tokens=-1"
+            )
+        info = self._info()
+        if num_tokens > info.max_whole_tokens and spec.task in info.whole_tasks:
+            raise PromptTooLongError(
+                f"the text has {num_tokens} tokens, and the task {spec.task!r} of this model needs them all in one "
+                f"step of {info.max_whole_tokens}: raise max_num_batched_tokens, or cut it with truncate_prompt_tokens"
+            )
+
+    def wanted(self, spec: PoolSpec, num_tokens: int, token_type_ids: tuple[int, ...] | None) -> PromptPooling:
+        """Return what is to be made of a prompt's hidden states."""
+        is_whole = spec.task in self._info().whole_tasks
+        return PromptPooling(spec, num_tokens, is_whole=is_whole, token_type_ids=token_type_ids)
+
+
+def _checked_types(types: Any, num_tokens: int) -> tuple[int, ...] | None:
+    """Return the token type ids as a tuple; None if they are all 0. Raises InvalidPromptError."""
+    if types is None:
+        return None
+    if not isinstance(types, list | tuple) or len(types) != num_tokens:
+        raise InvalidPromptError(f"token_type_ids must be a list of {num_tokens} integers, one for each token")
+    if not all(type(kind) is int and 0 <= kind < MAX_TOKEN_TYPE for kind in types):
+        raise InvalidPromptError(f"token_type_ids must be integers from 0 to {MAX_TOKEN_TYPE - 1}")
+    return tuple(types) if any(types) else None
+
+
+@lru_cache(64)
+def _spec(
+    info: PoolerInfo,
+    task: PoolingTask | None,
+    dimensions: int | None,
+    normalize: bool | None,
+    use_activation: bool | None,
+) -> PoolSpec:
+    """Many requests have the same parameters."""
+    task = task or info.tasks[0]
+    if task not in info.tasks:
+        raise InvalidParamsError(f"task={task!r}: this model has {', '.join(info.tasks)}")
+    params = PoolingParams(task=task, dimensions=dimensions, normalize=normalize, use_activation=use_activation)
+    info.check_parameters(params, task)
+    if task in ("embed", "token_embed"):
+        return PoolSpec(task, dimensions, use_activation if normalize is None else normalize)
+    return PoolSpec(task, activation=use_activation)
+
+
+@lru_cache(256)
+def as_sampling_params(priority: int, tenant: str) -> SamplingParams:
+    """The parameters of a pooling request as the parts of the engine see them that know no pooling. Not to be changed:
+    many requests have the same."""
+    return SamplingParams(max_tokens=None, detokenize=False, output_kind="final_only", priority=priority, tenant=tenant)

@@ -1,0 +1,182 @@
+"""Pooling requests as callers give them: prompts and pairs of texts, tokenized beside the steps, and their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+from msgspec.structs import replace
+
+from quire.common.batch import PoolSpec
+from quire.common.errors import (
+    InvalidParamsError,
+    InvalidPromptError,
+    RequestError,
+    RequestFailedError,
+    failures_named,
+)
+from quire.common.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from quire.common.params import PoolingParams
+from quire.engine.requests.input_processor import Prompt
+from quire.engine.requests.pooling import PoolingInputs
+
+PIECE = 64
+"""Number of texts that a thread tokenizes before it is asked for more."""
+Pair: TypeAlias = tuple[str, str]
+"""Two texts that are scored together."""
+Tokenized: TypeAlias = Prompt | RequestError | RequestFailedError
+"""A prompt with token ids, or the error that making it raised."""
+
+VECTORS = PoolingRequestOutput[PoolingOutput], PoolingOutput
+EMBEDDINGS = EmbeddingRequestOutput, EmbeddingOutput
+CLASSES = ClassificationRequestOutput, ClassificationOutput
+SCORES = ScoringRequestOutput, ScoringOutput
+"""What callers know the outputs of requests as: the class of a request's output, and that of the vector in it."""
+
+_Request = TypeVar("_Request", bound=PoolingRequestOutput[Any])
+
+
+def check_pooling_params(params: Any) -> PoolingParams:
+    """Return the parameters. Raises InvalidParamsError if they are something else."""
+    if not isinstance(params, PoolingParams):
+        raise InvalidParamsError(f"pooling_params must be PoolingParams, not {type(params).__name__}")
+    return params
+
+
+def pooling_output(output: RequestOutput, kind: type[_Request], outputs: type[PoolingOutput]) -> _Request:
+    """Return the output of a pooling request as one of the classes that callers know."""
+    data = np.zeros(0, np.float32) if output.pooled is None else output.pooled
+    return kind(
+        output.request_id,
+        outputs(data),
+        output.prompt_token_ids,
+        output.finished,
+        output.num_cached_tokens,
+        output.prompt,
+        output.metrics,
+        output.error,
+        output.lora_request,
+    )
+
+
+def tokenized(inputs: PoolingInputs, given: Sequence[Prompt | Pair], params: PoolingParams) -> list[Tokenized]:
+    """Return prompts with token ids; those of texts and pairs of texts are cut as the parameters say. In the place of
+    one that cannot be made is its error. This may run in any thread."""
+    spec, made = inputs.spec(params), list[Tokenized]()
+    for place, prompt in enumerate(given):
+        try:
+            with failures_named(f"number {place}", "when it was tokenized"):
+                made.append(_tokenized(inputs, prompt, params, spec))
+        except (RequestError, RequestFailedError) as error:
+            made.append(error)
+    return made
+
+
+def _tokenized(inputs: PoolingInputs, prompt: Any, params: PoolingParams, spec: PoolSpec) -> Prompt:
+    made: dict[str, Any]
+    if isinstance(prompt, tuple) and len(prompt) == 2 and all(isinstance(text, str) for text in prompt):
+        token_ids, types = inputs.encode_pair(prompt, params)
+        made = {"prompt_token_ids": token_ids, "token_type_ids": types}
+    elif (text := _text(prompt)) is not None:
+        token_ids = inputs.encode(text, params)
+        salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
+        made = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": salt}
+    else:
+        return prompt  # type: ignore[no-any-return]
+    inputs.check_length(len(token_ids), spec)
+    return made
+
+
+def _text(prompt: Any) -> str | None:
+    """Return the text of a prompt that must be tokenized; None for others, which are checked later."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Mapping) and prompt.keys() <= {"prompt", "cache_salt"}:
+        text = prompt.get("prompt")
+        return text if isinstance(text, str) else None
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPairs:
+    """The pairs of a call of `LLM.score`: one text with each of several, or each of several with its own."""
+
+    firsts: list[str]
+    """One, or as many as `seconds`."""
+    seconds: list[str]
+
+    @classmethod
+    def of(cls, data_1: Any, data_2: Any) -> ScoredPairs:
+        """Check what the caller gave. Raises InvalidPromptError."""
+        firsts, seconds = (_listed_texts(name, data) for name, data in (("data_1", data_1), ("data_2", data_2)))
+        if len(firsts) not in (1, len(seconds)):
+            raise InvalidPromptError(
+                f"data_1 has {len(firsts)} texts and data_2 has {len(seconds)}: give one for all, or one for each"
+            )
+        return cls(firsts, seconds)
+
+    def __iter__(self) -> Any:
+        return iter([(self.firsts[i if len(self.firsts) > 1 else 0], text) for i, text in enumerate(self.seconds)])
+
+    def by_cosine(self, outputs: list[EmbeddingRequestOutput]) -> list[ScoringRequestOutput]:
+        """Return the scores of the pairs from the embeddings of `firsts` and then `seconds`: the cosines of their
+        angles."""
+        firsts, seconds = outputs[: len(self.firsts)], outputs[len(self.firsts) :]
+        pairs = zip(firsts * (len(seconds) if len(firsts) == 1 else 1), seconds, strict=True)
+        return [_cosine_output(first, second) for first, second in pairs]
+
+
+def _listed_texts(name: str, data: Any) -> list[str]:
+    listed = [data] if isinstance(data, str) else list(data) if isinstance(data, Sequence) else None
+    if not listed or not all(isinstance(text, str) for text in listed):
+        raise InvalidPromptError(f"{name} must be a text or a list of texts with at least one, not {str(data)[:60]!r}")
+    return listed
+
+
+def _cosine_output(first: EmbeddingRequestOutput, second: EmbeddingRequestOutput) -> ScoringRequestOutput:
+    score = np.zeros(0, np.float32)
+    if first.error is None and second.error is None:
+        a, b = first.outputs.data.astype(np.float64), second.outputs.data.astype(np.float64)
+        norm = np.sqrt(a @ a) * np.sqrt(b @ b)
+        score = np.array([a @ b / norm if norm else 0.0], np.float32)
+    return ScoringRequestOutput(
+        second.request_id,
+        ScoringOutput(score),
+        first.prompt_token_ids + second.prompt_token_ids,
+        num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
+        prompt=second.prompt,
+        metrics=second.metrics,
+        error=first.error or second.error,
+        lora_request=second.lora_request,
+    )
+
+
+def pooling_params(given: Any, replaced: Mapping[str, Any], num_prompts: int) -> list[PoolingParams]:
+    """Return the parameters of each prompt, with those values of `replaced` that are not None. Raises
+    InvalidParamsError if their number is another, or their task."""
+    listed = given if isinstance(given, Sequence) else [given or PoolingParams()]
+    values = {name: value for name, value in replaced.items() if value is not None}
+    task = values.get("task")
+    for params in listed:
+        if check_pooling_params(params).task not in (None, task) and task is not None:
+            raise InvalidParamsError(f"task={params.task!r}: this call is for {task!r}; leave it out, or use encode")
+    made = [replace(params, **values) for params in listed]
+    if given is None or not isinstance(given, Sequence):
+        return made * num_prompts
+    if len(made) != num_prompts:
+        raise InvalidParamsError(
+            f"{len(made)} pooling_params for {num_prompts} prompts: give one for all, or one for each"
+        )
+    return made

@@ -1,0 +1,181 @@
+"""Runs the requests of one call of LLM to their end, and tokenizes texts meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+from quire.common.errors import RequestError, RequestFailedError
+from quire.common.interrupts import interrupt_deferred
+from quire.common.log import logger
+from quire.common.outputs import RequestOutput
+from quire.common.params import PoolingParams
+from quire.common.progress import BarChoice, PromptsBar
+from quire.engine.adapters import AnyAdapter
+from quire.engine.llm_engine import LLMEngine
+from quire.engine.requests.input_processor import Prompt
+from quire.interfaces.pooling import PIECE, Pair, Tokenized, tokenized
+from quire.interfaces.prompts import rejected
+
+Ready = Callable[[int], int]
+"""Returns how many of the prompts can be added by now, given how many requests run. If none run, it waits."""
+
+
+class Run:
+    """The requests of one call, one for each prompt. `add(request_id, i)` queues the request for prompt i."""
+
+    def __init__(
+        self,
+        engine: LLMEngine,
+        request_ids: Iterator[str],
+        prompts: Sequence[Any],
+        add: Callable[[str, int], None],
+        *,
+        alone: bool,
+        ready: Ready | None = None,
+    ) -> None:
+        """With `alone`, an invalid request raises; otherwise its error is in its output. Without `ready`, all requests
+        are added before the first step."""
+        self._engine = engine
+        self._request_ids = request_ids
+        self._prompts = prompts
+        self._add = add
+        self._alone = alone
+        self._ready = ready or (lambda num_running: len(prompts))
+        self._outputs: list[RequestOutput | None] = [None] * len(prompts)
+        self._places: dict[str, int] = {}
+        self._num_added = 0
+
+    def outputs(self, use_tqdm: BarChoice) -> list[RequestOutput]:
+        """Run all requests, and return their outputs in the order of the prompts. If this raises, they are aborted."""
+        engine = self._engine
+        with closing(PromptsBar(len(self._prompts), engine.stats, lambda: len(engine.grammars), use_tqdm)) as bar:
+            try:
+                while True:
+                    self._add_ready(bar)
+                    if not self._places:
+                        break
+                    with interrupt_deferred():
+                        changed = engine.step()
+                    finished = [output for output in changed if output.request_id in self._places]
+                    for output in finished:
+                        self._outputs[self._places.pop(output.request_id)] = output
+                    bar.update(len(finished))
+            except BaseException:
+                for request_id in self._places:
+                    engine.abort_request(request_id)
+                raise
+        done = [output for output in self._outputs if output is not None]
+        for i, output in enumerate(done):
+            if output.error is not None:
+                self._report(i, output)
+        return done
+
+    def _add_ready(self, bar: PromptsBar) -> None:
+        """Add the requests that are ready; at least one, if there are more and none runs."""
+        while self._num_added < len(self._prompts):
+            num_ready = self._ready(len(self._places))
+            for place in range(self._num_added, num_ready):
+                self._add_one(place, bar)
+            self._num_added = num_ready
+            if self._places:
+                return
+
+    def _add_one(self, place: int, bar: PromptsBar) -> None:
+        request_id = next(self._request_ids)
+        try:
+            self._add(request_id, place)
+            self._places[request_id] = place
+        except (RequestError, RequestFailedError) as error:
+            if self._alone:
+                raise
+            self._outputs[place] = rejected(request_id, self._prompts[place], error)
+            bar.update(1)
+
+    def _report(self, place: int, output: RequestOutput) -> None:
+        ignored = output.outputs[0].finish_reason == "ignored"
+        if self._alone and ignored:
+            raise RequestError(output.error or "")
+        logger.warning("prompt %d %s: %s", place, "was not run" if ignored else "was cut short", output.error)
+
+
+class TokenizedFeed:
+    """Tokenizes prompts in a thread of its own while the engine steps: one piece at a time, and no further ahead than
+    keeps the engine busy, so that neither cores nor memory are filled with what is not needed yet."""
+
+    def __init__(
+        self, num_prompts: int, tokenize: Callable[[Sequence[int]], list[Tokenized]], max_running: int
+    ) -> None:
+        """`tokenize` makes the prompts at some places. No more are made ready while more than `max_running` requests
+        are unfinished."""
+        self._places = range(num_prompts)
+        self._tokenize = tokenize
+        self._max_running = max_running
+        self._thread = ThreadPoolExecutor(1, "tokenize-texts")
+        self._made: dict[int, Tokenized] = {}
+        self._num_ready = 0
+        self._piece: Future[list[Tokenized]] | None = None
+        self._begin_piece()
+
+    def _begin_piece(self) -> None:
+        piece = self._places[self._num_ready : self._num_ready + PIECE]
+        self._piece = self._thread.submit(self._tokenize, piece) if piece else None
+
+    def ready(self, num_running: int) -> int:
+        """Return how many prompts `take` has; waits for the next ones only if no request runs."""
+        while self._piece is not None and num_running + len(self._made) <= self._max_running:
+            if (num_running or self._made) and not self._piece.done():
+                break
+            for prompt in self._piece.result():
+                self._made[self._num_ready] = prompt
+                self._num_ready += 1
+            self._begin_piece()
+        return self._num_ready
+
+    def take(self, place: int) -> Prompt:
+        """Return the prompt at this place, once. Raises its error if it is wrong."""
+        prompt = self._made.pop(place)
+        if isinstance(prompt, RequestError | RequestFailedError):
+            raise prompt
+        return prompt
+
+    def close(self) -> None:
+        """End the thread; a piece that it works on is finished."""
+        self._thread.shutdown(cancel_futures=True)
+
+
+def request_ids() -> Iterator[str]:
+    """Yield the ids of an LLM's requests."""
+    return (f"llm-{i}" for i in itertools.count())
+
+
+def run_pooling(
+    engine: LLMEngine,
+    request_ids: Iterator[str],
+    prompts: Sequence[Prompt | Pair],
+    params: Sequence[PoolingParams],
+    adapters: Sequence[AnyAdapter],
+    *,
+    alone: bool,
+    use_tqdm: BarChoice,
+) -> list[RequestOutput]:
+    """Run pooling requests, and tokenize texts meanwhile. Raises as `LLM.encode`."""
+    inputs = engine.inputs.pooling
+    for each in {id(each): each for each in params}.values():
+        inputs.check_params(each)
+
+    def tokenize(places: Sequence[int]) -> list[Tokenized]:
+        found: list[Tokenized] = []
+        for _, run in itertools.groupby(places, key=lambda place: id(params[place])):
+            piece = list(run)
+            found += tokenized(inputs, [prompts[place] for place in piece], params[piece[0]])
+        return found
+
+    def add(request_id: str, place: int) -> None:
+        engine.add_request(request_id, feed.take(place), params[place], lora_request=adapters[place])
+
+    with closing(TokenizedFeed(len(prompts), tokenize, 2 * engine.scheduler.config.max_num_seqs)) as feed:
+        return Run(engine, request_ids, prompts, add, alone=alone, ready=feed.ready).outputs(use_tqdm)

@@ -1,0 +1,1 @@
+"""What the backend of the native extension is made of."""

@@ -1,0 +1,397 @@
+"""The native extension as the CPU's backend."""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backends import key_layout, reference
+from quire.kernels.backends.native.arguments import (
+    DTYPE_CODES,
+    FORMAT_CODES,
+    NO_TERMS,
+    SEES_ALL,
+    activation_code,
+    cache_of,
+    place,
+    rows_of,
+    sample_args,
+)
+from quire.kernels.backends.native.encoder import NativeEncoderKernels
+from quire.kernels.backends.native.latent import NativeLatentKernels
+from quire.kernels.backends.recording import KernelGraph
+from quire.kernels.backends.workspace import WeightMemory, Workspace, empty, zeroed_blocks
+from quire.kernels.experts.weights import SCORINGS, ExpertFiles, ExpertRows, ExpertWeights, Routing
+from quire.kernels.sampling.tensors import SamplingTensors
+from quire.kernels.variants import ActivationKind, AttentionVariant
+from quire.kernels.weights import MAX_LORA_MODULES, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
+
+
+class NativeBackend:
+    """Passes addresses, sizes and strides to `quire._native`, which checks values and knows nothing of tensors."""
+
+    can_record = True
+    cache_layout = key_layout.CACHE_LAYOUT
+    holds = attrgetter("is_cpu")
+    make_layer_cache = staticmethod(key_layout.make_layer_cache)
+    is_layer_cache = staticmethod(key_layout.is_layer_cache)
+    empty = staticmethod(empty)
+    workspace = staticmethod(Workspace)
+    zeroed_blocks = staticmethod(zeroed_blocks)
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+        """quire._native, which is untyped."""
+        self._weights = WeightMemory()
+        self.latent = NativeLatentKernels(native, self._weights)
+        self.encoder = NativeEncoderKernels(native)
+
+    @property
+    def isa(self) -> str:
+        return str(self.native.isa())
+
+    def num_threads(self) -> int:
+        return int(self.native.num_threads())
+
+    def set_num_threads(self, count: int, cpus: Sequence[int] = ()) -> None:
+        self.native.set_num_threads(count, cpus)
+
+    def threads(self, count: int | None, cpus: Sequence[int] = ()) -> AbstractContextManager[object]:
+        return self.native.ThreadPool(count or len(cpus), cpus) if count or cpus else nullcontext()
+
+    def graph(self) -> KernelGraph:
+        return KernelGraph(self.native.KernelGraph())
+
+    def pack_weight(self, weight: Tensor) -> PackedWeight:
+        (n, k), size = weight.shape, weight.element_size()
+        data = self._weights.empty(self.native.packed_bytes(n, k, size))
+        self.native.pack(weight.data_ptr(), weight.stride(0) * size, n, k, size, data.data_ptr())
+        return PackedWeight(n, k, weight.dtype, data, data.data_ptr())
+
+    def unpack_weight(self, packed: PackedWeight) -> Tensor:
+        weight = torch.empty(packed.n, packed.k, dtype=packed.dtype)
+        self.native.unpack(packed.address, packed.n, packed.k, weight.element_size(), weight.data_ptr())
+        return weight
+
+    def matmul(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
+        n, k, rows = packed.n, packed.k, x.shape[0]
+        x_stride = k if x.is_contiguous() else x.stride(0)  # asking for a stride costs more than is_contiguous
+        given = x.data_ptr(), x_stride, rows, packed.address, n, k, 0 if bias is None else bias.data_ptr()
+        self.native.matmul(DTYPE_CODES[packed.dtype], *given, *place(out))
+
+    def quantized_bytes(self, n: int, k: int, format: str, scale_range: int) -> int:
+        return int(self.native.quantized_bytes(FORMAT_CODES[format], scale_range, n, k))
+
+    def mapped_weight(self, n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight:
+        return QuantizedWeight(n, k, dtype, format, data, data.data_ptr())
+
+    def weight_copy(self, data: Tensor) -> Tensor:
+        return self._weights.empty(data.nbytes).copy_(data)
+
+    def quantize_weight(self, weight: Tensor, format: str) -> QuantizedWeight | None:
+        n, k = weight.shape
+        data = self._weights.empty(self.quantized_bytes(n, k, format, 0))
+        codes = FORMAT_CODES[format], DTYPE_CODES[weight.dtype]
+        is_finite = self.native.quantize(*codes, weight.data_ptr(), weight.stride(0), n, k, data.data_ptr())
+        return QuantizedWeight(n, k, weight.dtype, format, data, data.data_ptr()) if is_finite else None
+
+    def pack_blocks(self, rows: Tensor, k: int, dtype: torch.dtype, format: str) -> QuantizedWeight:
+        n = rows.shape[0]
+        data = self._weights.empty(self.quantized_bytes(n, k, format, 0))
+        self.native.pack_blocks(FORMAT_CODES[format], rows.data_ptr(), rows.stride(0), n, k, data.data_ptr())
+        return QuantizedWeight(n, k, dtype, format, data, data.data_ptr())
+
+    def pack_integers(
+        self, integers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype, format: str, scale_range: int
+    ) -> QuantizedWeight:
+        n, k = integers.shape
+        data = self._weights.empty(self.quantized_bytes(n, k, format, scale_range))
+        tensors = integers.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr()
+        self.native.pack_integers(FORMAT_CODES[format], scale_range, *tensors, n, k, data.data_ptr())
+        return QuantizedWeight(n, k, dtype, format, data, data.data_ptr(), scale_range)
+
+    def quantized_matmul(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
+        n, k, rows, codes = weight.n, weight.k, x.shape[0], (FORMAT_CODES[weight.format], weight.scale_range)
+        work = empty((self.native.quantized_rows_bytes(*codes, rows, k),), torch.uint8)
+        x_stride = k if x.is_contiguous() else x.stride(0)
+        given = x.data_ptr(), x_stride, rows, weight.address, n, k, 0 if bias is None else bias.data_ptr()
+        order = 0 if weight.order is None else weight.order.data_ptr()
+        self.native.quantized_matmul(*codes, DTYPE_CODES[weight.dtype], *given, *place(out), work.data_ptr(), order)
+
+    def pack_lora(
+        self,
+        factors: Sequence[tuple[Tensor, Tensor] | None],
+        sizes: tuple[int, ...],
+        k: int,
+        dtype: torch.dtype,
+        memory: Tensor | None,
+    ) -> LoRAWeight:
+        ranks = tuple(0 if pair is None else len(pair[0]) for pair in factors)
+        in_line = 64 // dtype.itemsize
+        shapes: list[tuple[int, ...]] = [(-(-sum(ranks) // 4), -(-k // in_line), 4, in_line)]
+        shapes += [(-(-n // 32), rank, 32) for n, rank in zip(sizes, ranks, strict=True)]
+        counts = list(map(math.prod, shapes))
+        device = next(pair[0].device for pair in factors if pair is not None)
+        memory = (
+            torch.empty(sum(counts) * dtype.itemsize, dtype=torch.uint8, device=device) if memory is None else memory
+        )
+        numbers = memory[: sum(counts) * dtype.itemsize].view(dtype)
+        a, *b = (part.view(shape) for part, shape in zip(torch.split(numbers, counts), shapes, strict=True))
+        rows, first = torch.zeros(4 * len(a), a.shape[1] * in_line, dtype=dtype, device=device), 0
+        for pair, panels, rank in zip(factors, b, ranks, strict=True):
+            if pair is not None:
+                rows[first : first + rank, :k] = pair[0]
+                first += rank
+                outputs = torch.zeros(32 * len(panels), rank, dtype=dtype, device=device)
+                outputs[: len(pair[1])] = pair[1]
+                panels.copy_(outputs.view(-1, 32, rank).transpose(1, 2))
+        a.copy_(rows.view(len(a), 4, -1, in_line).transpose(1, 2))
+        return LoRAWeight(sizes, k, dtype, ranks, a, tuple(b))
+
+    def add_lora(self, x: Tensor, out: Tensor, adapters: LoRATable, slots: Tensor) -> None:
+        rows, k, num_slots = x.shape[0], x.shape[1], len(adapters.weights)
+        work = empty((adapters.work_bytes(rows),), torch.uint8)
+        sizes = (*adapters.sizes, 0, 0)[:MAX_LORA_MODULES]
+        given = x.data_ptr(), k, rows, k, slots.data_ptr(), adapters.address, num_slots, *sizes
+        to = out.data_ptr(), out.shape[1], work.data_ptr(), adapters.most_ranks
+        self.native.add_lora(DTYPE_CODES[x.dtype], *given, *to)
+
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        rows, how = len(logits), routing
+        ids, weights = empty((rows, how.top_k), torch.int32), empty((rows, how.top_k), torch.float32)
+        groups = how.num_groups, how.top_groups, how.has_pairs
+        given = logits.data_ptr(), rows, how.num_experts, how.top_k, SCORINGS.index(how.scoring)
+        bias_at, to = 0 if bias is None else bias.data_ptr(), (ids.data_ptr(), weights.data_ptr())
+        self.native.route(*given, bias_at, *groups, how.is_normalized, how.scale, how.jitter, *to)
+        return ids, weights
+
+    def group_by_expert(self, ids: Tensor, num_experts: int) -> ExpertRows:
+        count = ids.numel()
+        starts = empty((num_experts + 1,), torch.int32)
+        pairs, places = empty((count,), torch.int32), empty((count,), torch.int32)
+        to = starts.data_ptr(), pairs.data_ptr(), places.data_ptr()
+        self.native.group_by_expert(ids.data_ptr(), count, num_experts, *to)
+        return ExpertRows(ids.shape[1], starts, pairs, places)
+
+    def read_ahead(self, files: ExpertFiles, rows: ExpertRows) -> None:
+        self.native.read_ahead(files.ranges.ctypes.data, *files.ranges.shape[:2], rows.starts.data_ptr())
+
+    def expert_matmul(self, x: Tensor, experts: ExpertWeights, rows: ExpertRows, of_tokens: bool, out: Tensor) -> None:
+        count, k, start = len(out), experts.k, 0
+        pairs = rows.pairs.data_ptr() if of_tokens else 0
+        given = DTYPE_CODES[x.dtype], x.data_ptr(), k, pairs, rows.top_k, count, rows.starts.data_ptr()
+        for part, n in enumerate(experts.sizes):
+            work_bytes, row_bytes = self._expert_work(experts, part, count, of_tokens)
+            work = empty((work_bytes,), torch.uint8)
+            entries = experts.entries.ctypes.data + part * experts.num_experts * experts.entries.strides[0]
+            sizes = entries, experts.num_experts, n, k, work.data_ptr(), row_bytes
+            self.native.expert_matmul(*given, *sizes, *place(out[:, start : start + n]))
+            start += n
+
+    def expert_work_bytes(self, experts: ExpertWeights, part: int, num_rows: int, of_tokens: bool) -> int:
+        return self._expert_work(experts, part, num_rows, of_tokens)[0]
+
+    def _expert_work(self, experts: ExpertWeights, part: int, num_rows: int, of_tokens: bool) -> tuple[int, int]:
+        """The memory that a product computes in, and what one of its rows takes there."""
+        k, row_bytes = experts.k, 0
+        for format in experts.formats[part]:
+            if format is not None:
+                needed = int(self.native.quantized_rows_bytes(FORMAT_CODES[format[0]], format[1], 1, k))
+            else:  # rows that are no neighbours are copied, odd numbers of cache lines apart
+                needed = (-(-k * experts.dtype.itemsize // 64) | 1) * 64 if of_tokens else 0
+            row_bytes = max(row_bytes, needed)
+        return int(self.native.expert_work_bytes(num_rows, experts.num_experts, row_bytes)), row_bytes
+
+    def combine_experts(
+        self, y: Tensor, weights: Tensor, rows: ExpertRows, shared: Tensor | None, gate: Tensor | None
+    ) -> Tensor:
+        num_tokens, width = len(weights), y.shape[1]
+        out = empty((num_tokens, width), y.dtype)
+        added = 0 if shared is None else shared.data_ptr(), 0 if gate is None else gate.data_ptr()
+        given = y.data_ptr(), weights.data_ptr(), rows.places.data_ptr(), num_tokens, rows.top_k, width
+        self.native.combine_experts(DTYPE_CODES[y.dtype], *given, *added, out.data_ptr())
+        return out
+
+    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        count, (vocab, hidden) = token_ids.numel(), table.shape
+        out = empty((count, hidden), table.dtype)
+        row_bytes = hidden * table.element_size()
+        self.native.gather_rows(token_ids.data_ptr(), count, table.data_ptr(), vocab, row_bytes, out.data_ptr())
+        return out
+
+    def gather_packed(self, token_ids: Tensor, table: PackedWeight) -> Tensor:
+        count, size = token_ids.numel(), table.dtype.itemsize
+        out = empty((count, table.k), table.dtype)
+        self.native.gather_packed(token_ids.data_ptr(), count, table.address, table.n, table.k, size, out.data_ptr())
+        return out
+
+    def gather_quantized(self, token_ids: Tensor, table: QuantizedWeight) -> Tensor:
+        n, k, count = table.n, table.k, token_ids.numel()
+        out, dtype = empty((count, k), table.dtype), DTYPE_CODES[table.dtype]
+        codes = FORMAT_CODES[table.format], table.scale_range, dtype
+        self.native.gather_quantized(*codes, token_ids.data_ptr(), count, table.address, n, k, out.data_ptr())
+        return out
+
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        rows, width = rows_of(x)
+        self.native.add(DTYPE_CODES[x.dtype], x.data_ptr(), residual.data_ptr(), rows, width)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        shape, dtype = x.shape, x.dtype
+        if x.is_contiguous():
+            inner, width = 1, shape[-1]
+            rows, outer_stride, inner_stride = x.numel() // (width or 1), width, width
+        else:
+            rows, inner, width = shape
+            outer_stride, inner_stride, _ = x.stride()
+        out = empty(shape, dtype)
+        code, to = DTYPE_CODES[dtype], out.data_ptr()
+        self.native.rms_norm(
+            code, x.data_ptr(), weight.data_ptr(), eps, to, rows, inner, outer_stride, inner_stride, width
+        )
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        dtype, (rows, width) = x.dtype, rows_of(x)
+        out = empty(x.shape, dtype)
+        given = x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, out.data_ptr()
+        self.native.add_rms_norm(DTYPE_CODES[dtype], *given, rows, width)
+        return out
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return self._layer_norm(x, 0, weight, bias, eps)
+
+    def head_layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        (outer, inner, width), (outer_stride, inner_stride, _) = x.shape, x.stride()
+        out = empty(x.shape, x.dtype)
+        bias_at, to = 0 if bias is None else bias.data_ptr(), out.data_ptr()
+        sizes = outer, inner, outer_stride, inner_stride, width
+        self.native.head_layer_norm(DTYPE_CODES[x.dtype], x.data_ptr(), weight.data_ptr(), bias_at, eps, to, *sizes)
+        return out
+
+    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return self._layer_norm(x, residual.data_ptr(), weight, bias, eps)
+
+    def _layer_norm(self, x: Tensor, residual: int, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        dtype, (rows, width) = x.dtype, rows_of(x)
+        out = empty(x.shape, dtype)
+        bias_at, to = 0 if bias is None else bias.data_ptr(), out.data_ptr()
+        given = x.data_ptr(), residual, weight.data_ptr(), bias_at, eps
+        self.native.layer_norm(DTYPE_CODES[dtype], *given, to, rows, width)
+        return out
+
+    def scale(self, x: Tensor, factor: float) -> None:
+        rows, width = rows_of(x)
+        self.native.scale(DTYPE_CODES[x.dtype], x.data_ptr(), rows, width, factor)
+
+    def clip(self, x: Tensor, limit: float) -> None:
+        rows, width = rows_of(x)
+        stride = width
+        if not x.is_contiguous():  # heads of tokens, which lie together
+            rows, width, stride = len(x), x.shape[1] * width, x.stride(0)
+        self.native.clip(DTYPE_CODES[x.dtype], x.data_ptr(), rows, width, stride, limit)
+
+    def softcap(self, x: Tensor, cap: float) -> None:
+        rows, width = rows_of(x)
+        self.native.softcap(x.data_ptr(), rows, width, cap)
+
+    def rotary_embedding(self, x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> None:
+        sizes, (token_stride, head_stride, _) = x.shape[:2], x.stride()
+        code, at, table = DTYPE_CODES[x.dtype], positions.data_ptr(), cos_sin.data_ptr()
+        max_positions, rotary_dim = cos_sin.shape
+        given = code, x.data_ptr(), *sizes, token_stride, head_stride, at, table
+        self.native.rotary(*given, max_positions, rotary_dim, interleaved)
+
+    def activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
+        dtype, (rows, width) = x.dtype, rows_of(x)
+        out = empty(x.shape, dtype)
+        self.native.activation(DTYPE_CODES[dtype], *activation_code(kind), x.data_ptr(), rows, width, out.data_ptr())
+        return out
+
+    def gated_activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
+        (rows, double_width), dtype = x.shape, x.dtype
+        width = double_width // 2
+        out, codes = empty((rows, width), dtype), (DTYPE_CODES[dtype], *activation_code(kind))
+        self.native.gated_activation(*codes, x.data_ptr(), rows, width, out.data_ptr())
+        return out
+
+    def write_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        cache, to, count = cache_of(self.native, k_cache, v_cache), slots.data_ptr(), slots.shape[0]
+        k, k_stride, v, v_stride = key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0)
+        if v_cache.dtype is torch.int8:
+            self.native.quantize_kv(cache, DTYPE_CODES[key.dtype], k, k_stride, v, v_stride, to, count)
+        else:
+            item = key.element_size()
+            self.native.write_kv(cache, k, k_stride * item, v, v_stride * item, to, count)
+
+    def gather_kv(self, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        _, num_kv_heads, _, head_dim = v_cache.shape
+        if v_cache.dtype is torch.int8:  # rarely read back, so there is no native kernel
+            return reference.gather_kv(k_cache, v_cache, slots)
+        key = torch.empty((slots.shape[0], num_kv_heads, head_dim), dtype=v_cache.dtype)
+        value = torch.empty_like(key)
+        cache = cache_of(self.native, k_cache, v_cache)
+        self.native.gather_kv(cache, slots.data_ptr(), slots.shape[0], key.data_ptr(), value.data_ptr())
+        return key, value
+
+    def copy_slots(self, k_cache: Tensor, v_cache: Tensor, src_slots: Tensor, dst_slots: Tensor) -> None:
+        cache = cache_of(self.native, k_cache, v_cache)
+        self.native.copy_slots(cache, src_slots.data_ptr(), dst_slots.data_ptr(), src_slots.shape[0])
+
+    def copy_blocks(self, src: Tensor, dst: Tensor, pairs: Tensor) -> None:
+        pools = src.data_ptr(), src.shape[0], dst.data_ptr(), dst.shape[0], src.shape[1]
+        self.native.copy_blocks(*pools, pairs.data_ptr(), pairs.shape[0])
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+        scale: float,
+        variant: AttentionVariant,
+    ) -> Tensor:
+        num_tokens, num_heads, head_dim = query.shape
+        num_blocks, num_kv_heads, block_size, _ = v_cache.shape
+        out = empty((num_tokens, num_heads, head_dim), query.dtype)
+        caches = k_cache.data_ptr(), v_cache.data_ptr(), k_cache.stride(0), v_cache.stride(0)
+        is_int8 = v_cache.dtype is torch.int8
+        tables = query_start.data_ptr(), seq_lens.data_ptr(), block_tables.data_ptr(), block_tables.stride(0)
+        sizes = block_tables.shape[1], num_tokens, seq_lens.shape[0], num_heads, num_kv_heads, head_dim
+        spans = variant.sliding_window or SEES_ALL, 0, variant.chunk_size or SEES_ALL
+        sinks = 0 if variant.sinks is None else variant.sinks.data_ptr()
+        slopes = 0 if variant.slopes is None else variant.slopes.data_ptr()
+        changes = scale, variant.softcap or 0.0, sinks, slopes
+        code, at, stride, to = DTYPE_CODES[query.dtype], query.data_ptr(), query.stride(0), out.data_ptr()
+        self.native.paged_attention(
+            code, at, stride, is_int8, *caches, *tables, *sizes, num_blocks, block_size, *spans, *changes, *NO_TERMS, to
+        )
+        return out
+
+    def sample(self, logits: Tensor, how: SamplingTensors) -> Tensor:
+        out = torch.empty(logits.shape[0], dtype=torch.int64)
+        self.native.sample(sample_args(self.native, logits, how), out.data_ptr())
+        return out
+
+    def processed_logits(self, logits: Tensor, how: SamplingTensors, rows: Tensor) -> Tensor:
+        out = empty((rows.shape[0], logits.shape[1]), torch.float32)
+        args = sample_args(self.native, logits, how)
+        self.native.processed_logits(args, rows.data_ptr(), rows.shape[0], out.data_ptr())
+        return out
+
+    def top_logprobs(
+        self, logits: Tensor, token_ids: Tensor, num_top: int, rows: Tensor, normalized: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        count = rows.shape[0]
+        ids = torch.empty(count, 1 + num_top, dtype=torch.int32)
+        logprobs = torch.empty(count, 1 + num_top, dtype=torch.float32)
+        ranks = torch.empty(count, dtype=torch.int32)
+        given = (logits.data_ptr(), logits.stride(0), *logits.shape, rows.data_ptr(), token_ids.data_ptr(), count)
+        self.native.top_logprobs(*given, num_top, normalized, ids.data_ptr(), logprobs.data_ptr(), ranks.data_ptr())
+        return ids, logprobs, ranks

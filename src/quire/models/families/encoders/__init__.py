@@ -1,0 +1,1 @@
+"""Encoders: what tells each family from BERT."""

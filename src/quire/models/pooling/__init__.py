@@ -1,0 +1,1 @@
+"""Pooling: from hidden states to embeddings, scores and classes."""

@@ -1,0 +1,140 @@
+"""Models that pool: an encoder, or a decoder without its language model head, and a pooler."""
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from quire.config.checkpoint.sentence_transformers import SentenceModules, read_activation, read_modules
+from quire.config.hf_config import HFConfig
+from quire.config.kv_cache import KVCacheSpec
+from quire.config.model import ModelConfig
+from quire.models.base import PoolingModel
+from quire.models.decoder.model import Decoder
+from quire.models.encoder.model import Encoder
+from quire.models.layers.batch_tensors import NO_CACHE, BatchTensors, LayerCache
+from quire.models.pooling.heads import HEAD_NAMES, HeadShape
+from quire.models.pooling.pooler import ClassPooler, EmbeddingPooler, Pooler
+from quire.models.weights.stacked import Stack
+
+_MODULE = re.compile(r"^modules\.(\d+)\.(linear|norm)\.(weight|bias)$")
+_LAYERS = {"linear": "dense.", "norm": ""}
+
+
+class Kind(Enum):
+    """What a model makes of hidden states."""
+
+    EMBED = "Model"
+    CLASSIFY = "ForSequenceClassification"
+    TOKEN_CLASSIFY = "ForTokenClassification"
+    REWARD = "ForRewardModel"
+
+
+class Pooled(PoolingModel):
+    """`body`, whose hidden states `pooler` makes vectors of. `pooled` makes subclasses of it."""
+
+    body_class: ClassVar[type[Encoder] | type[Decoder]]
+    kind: ClassVar[Kind]
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        family = self.body_class
+        self.body = family(config) if issubclass(family, Encoder) else family(config, has_head=False)
+        self.embed_tokens = self.body.embed_tokens
+        self.pooler = _make_pooler(family, self.kind, config)
+
+    @classmethod
+    def kv_cache_specs(cls, config: ModelConfig) -> list[KVCacheSpec]:
+        return cls.body_class.kv_cache_specs(config)
+
+    @classmethod
+    def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
+        return cls.body_class.stacks(config)
+
+    @classmethod
+    def folders(cls, config: ModelConfig) -> Mapping[str, Path]:
+        modules = read_modules(config.path, cls._hidden_size(config)) if cls.kind is Kind.EMBED else None
+        return {} if modules is None else {f"modules.{i}.": step.folder for i, step in enumerate(modules.steps)}
+
+    @classmethod
+    def _hidden_size(cls, config: ModelConfig) -> int:
+        return cls.body_class.shape(config).hidden_size
+
+    @classmethod
+    def weight_name(cls, checkpoint_name: str) -> str | None:
+        if module := _MODULE.match(checkpoint_name):
+            return f"pooler.steps.{module[1]}.{_LAYERS[module[2]]}{module[3]}"
+        for pattern, replacement in HEAD_NAMES:
+            own, count = re.subn(pattern, replacement, checkpoint_name)
+            if count:
+                return f"pooler.{own}" if cls._has(own) else None
+        name = cls.body_class.weight_name(checkpoint_name)
+        return None if name is None or name.startswith("lm_head.") else f"body.{name}"
+
+    @classmethod
+    def _has(cls, head_tensor: str) -> bool:
+        """Whether models of this kind have such a tensor in their head: others carry it without need."""
+        return cls.kind in (Kind.CLASSIFY, Kind.REWARD) or (
+            cls.kind is Kind.TOKEN_CLASSIFY
+            and (head_tensor.startswith("head.out.") or cls.body_class.token_head_has_dense)
+        )
+
+    def forward(self, batch: BatchTensors, kv: Sequence[LayerCache]) -> Tensor:
+        hidden: Tensor = self.body(batch, kv or [NO_CACHE] * len(self.body.layers))
+        return hidden
+
+
+@functools.cache
+def pooled(body: type[Encoder] | type[Decoder], kind: Kind) -> type[PoolingModel]:
+    """The class of models of that kind."""
+    name = body.__name__.removesuffix("ForCausalLM") + kind.value
+    values: dict[str, Any] = {"body_class": body, "kind": kind, "fused": body.fused, "__doc__": Pooled.__doc__}
+    return type(name, (Pooled,), values)
+
+
+def _make_pooler(family: type[Encoder] | type[Decoder], kind: Kind, config: ModelConfig) -> Pooler:
+    hf, hidden_size = config.hf_config, family.shape(config).hidden_size
+    if kind is Kind.EMBED:
+        mode = "mean" if issubclass(family, Encoder) else "last"
+        return EmbeddingPooler(read_modules(config.path, hidden_size) or SentenceModules((mode,)), hidden_size)
+    head, of_tokens = _HEADS[kind](family, hf), kind is not Kind.CLASSIFY
+    return ClassPooler(head, hidden_size, num_labels(hf), _activation(hf, kind), of_tokens=of_tokens)
+
+
+def _sequence_head(family: type[Encoder] | type[Decoder], hf: HFConfig) -> HeadShape:
+    return family.sequence_head(hf) if issubclass(family, Encoder) else HeadShape(out_bias=False, mode="last")
+
+
+def _token_head(family: type[Encoder] | type[Decoder], hf: HFConfig) -> HeadShape:
+    return family.token_head(hf) if issubclass(family, Encoder) else HeadShape()
+
+
+_HEADS: Mapping[Kind, Callable[[type[Encoder] | type[Decoder], HFConfig], HeadShape]] = {
+    Kind.CLASSIFY: _sequence_head,
+    Kind.TOKEN_CLASSIFY: _token_head,
+    Kind.REWARD: lambda family, hf: HeadShape(has_dense=True, activation="relu"),
+}
+
+
+def num_labels(hf: HFConfig) -> int:
+    """The number of classes: of `num_labels`, or the names in `id2label`; 2 in a config without both."""
+    names = hf.get("id2label")
+    return hf.size("num_labels", len(names) if isinstance(names, dict) and names else 2)
+
+
+def _activation(hf: HFConfig, kind: Kind) -> str | None:
+    """What makes probabilities of logits: what a cross-encoder's config names, or else what its kind of problem asks
+    for."""
+    section = hf.section("sentence_transformers")
+    if section is not None and section.get("activation_fn") is not None:
+        return read_activation(section, "activation_fn", "")
+    if hf.get("sbert_ce_default_activation_function") is not None:
+        return read_activation(hf, "sbert_ce_default_activation_function", "")
+    problem = hf.text("problem_type", "")
+    if kind is Kind.REWARD or problem == "regression":
+        return None
+    return "sigmoid" if problem == "multi_label_classification" or num_labels(hf) == 1 else "softmax"

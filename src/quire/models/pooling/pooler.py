@@ -1,0 +1,117 @@
+"""What makes vectors of a model's hidden states."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from quire import kernels
+from quire.common.batch import PoolSpec
+from quire.common.params import PoolingTask
+from quire.config.checkpoint.sentence_transformers import DenseModule, SentenceModules
+from quire.models.layers.norm import LayerNorm, NormShape
+from quire.models.pooling.heads import ACTIVATIONS, ActivatedDense, Head, HeadShape
+
+_NORM_EPS = 1e-24
+
+
+class Pooler(nn.Module, ABC):
+    """Makes an embedding, scores, or a vector for each token of the hidden states of one sequence."""
+
+    tasks: tuple[PoolingTask, ...]
+    """What it can make; the first is made unless another is asked for."""
+    dimensions: int | None
+    """Number of elements of an embedding; None if it makes none."""
+
+    @abstractmethod
+    def needs_all_rows(self, task: PoolingTask) -> bool:
+        """Whether the hidden states of all tokens are needed, or those of the last alone."""
+
+    @abstractmethod
+    def pool(self, hidden: Tensor, token_ids: Sequence[int], spec: PoolSpec) -> Tensor:
+        """hidden [num_rows, hidden], token_ids [num_rows] -> [size], or [num_rows, size] for tasks of tokens; float32.
+
+        The result is new memory. It depends on these rows alone.
+        """
+
+
+class EmbeddingPooler(Pooler):
+    """Embeddings of texts, and of each token."""
+
+    def __init__(self, modules: SentenceModules, hidden_size: int) -> None:
+        super().__init__()
+        self._modes, self._normalizes = modules.modes, modules.normalizes
+        self.tasks = ("embed", "token_embed") if modules.modes else ("token_embed",)
+        self.steps = nn.ModuleList()
+        width = hidden_size * max(1, len(modules.modes))
+        self._fits_tokens = width == hidden_size
+        for step in modules.steps:
+            if isinstance(step, DenseModule):
+                sizes = step.in_features, step.out_features
+                self.steps.append(ActivatedDense(*sizes, step.activation, bias=step.has_bias))
+                width = step.out_features
+            else:
+                self.steps.append(LayerNorm(step.width, NormShape(1e-5, is_rms=False, has_bias=True)))
+        self.dimensions = width
+
+    def needs_all_rows(self, task: PoolingTask) -> bool:
+        return task == "token_embed" or any(mode != "last" for mode in self._modes)
+
+    def pool(self, hidden: Tensor, token_ids: Sequence[int], spec: PoolSpec) -> Tensor:
+        is_of_tokens = spec.task == "token_embed"
+        # [num_rows, hidden] or [1, joined]
+        rows = hidden.float() if is_of_tokens else torch.cat([pool_row(hidden, mode) for mode in self._modes], dim=1)
+        if not is_of_tokens or self._fits_tokens:
+            for step in self.steps:
+                rows = step(rows)
+        if spec.dimensions is not None:
+            rows = rows[:, : spec.dimensions].contiguous()
+        if self._normalizes if spec.normalize is None else spec.normalize:
+            rows = normalized(rows)
+        vectors = rows if is_of_tokens else rows[0]
+        return vectors.clone()
+
+
+class ClassPooler(Pooler):
+    """Classes or scores of texts, or of each token."""
+
+    def __init__(
+        self, shape: HeadShape, hidden_size: int, num_labels: int, activation: str | None, *, of_tokens: bool
+    ) -> None:
+        """`activation`: what makes probabilities of logits."""
+        super().__init__()
+        self.dimensions = None
+        score: tuple[PoolingTask, ...] = ("score",) if num_labels == 1 else ()
+        self.tasks = ("token_classify",) if of_tokens else ("classify", *score)
+        self.head = Head(shape, hidden_size, num_labels)
+        self._mode = shape.mode
+        self._activation = ACTIVATIONS[activation]
+
+    def needs_all_rows(self, task: PoolingTask) -> bool:
+        return task == "token_classify" or self._mode != "last"
+
+    def pool(self, hidden: Tensor, token_ids: Sequence[int], spec: PoolSpec) -> Tensor:
+        is_of_tokens = spec.task == "token_classify"
+        logits = self.head(hidden.float() if is_of_tokens else pool_row(hidden, self._mode))
+        values = self._activation(logits) if spec.activation in (None, True) else logits
+        vectors = values if is_of_tokens else values[0]
+        return vectors.clone()
+
+
+def pool_row(hidden: Tensor, mode: str) -> Tensor:
+    """One row [1, hidden] float32 of hidden [num_rows, hidden]: its `first` or `last`, or as kernels.pool_rows."""
+    if mode == "first":
+        return hidden[:1].float()
+    if mode == "last":
+        return hidden[-1:].float()
+    return kernels.pool_rows(hidden, mode)[None]
+
+
+def normalized(rows: Tensor) -> Tensor:
+    """rows [num_rows, width] float32, each scaled to length 1; zeros stay zeros.
+
+    It is a norm over the root mean square, whose weights make the root of a mean that of a sum.
+    """
+    width = rows.shape[1]
+    return kernels.rms_norm(rows, rows.new_full((width,), width**-0.5), _NORM_EPS)

@@ -1,0 +1,73 @@
+"""What the model's pooler makes of the hidden states of a step."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from quire.common.batch import Pooled, PooledRows, ScheduledSequence, StepResult
+from quire.common.errors import CheckpointError
+from quire.common.faults import fault_point
+from quire.common.log import logger
+from quire.common.params import PoolerInfo
+from quire.config.hf_config import HFConfig
+from quire.models.layers.batch_tensors import BatchTensors
+from quire.models.pooling.pooler import Pooler
+
+
+class _NotFiniteError(ArithmeticError):
+    """A pooled vector has values that are NaN or infinite."""
+
+
+class PooledReader:
+    """Reads the rows that are to be pooled. A failure in the work for one sequence is reported for that one only."""
+
+    def __init__(self, pooler: Pooler) -> None:
+        self._pooler = pooler
+
+    def __call__(self, hidden: Tensor, tensors: BatchTensors, sequences: Sequence[ScheduledSequence]) -> StepResult:
+        """hidden [num_tokens, hidden] of all sequences -> what was made of the rows of each."""
+        pooled: dict[int, Pooled] = {}
+        errors: dict[int, str] = {}
+        for place, (scheduled, first) in enumerate(zip(sequences, tensors.query_start.tolist(), strict=False)):
+            if scheduled.pooled is None:
+                continue
+            try:
+                fault_point("pool.sequence", scheduled.seq_id)
+                pooled[place] = self._pool(hidden, first, scheduled, scheduled.pooled)
+            except _NotFiniteError as error:
+                errors[place] = str(error)
+            except Exception as error:
+                logger.error("pooling failed", exc_info=error)
+                errors[place] = f"its hidden states could not be pooled: {type(error).__name__}"
+        return StepResult((), pooled=pooled, pool_errors=errors)
+
+    def _pool(self, hidden: Tensor, first: int, scheduled: ScheduledSequence, wanted: PooledRows) -> Pooled:
+        start, end = wanted.row, wanted.row + wanted.num_rows
+        rows = hidden[first + start : first + end]  # [num_rows, hidden]
+        vectors = self._pooler.pool(rows, scheduled.token_ids[start:end], wanted.spec)
+        result: Pooled = vectors.numpy().copy()  # it may lie in memory that the next step uses
+        if not np.isfinite(result).all():
+            raise _NotFiniteError("the model gave values that are not finite (NaN or infinity); check its weights")
+        return result
+
+
+def pooler_info(pooler: Pooler, hf: HFConfig, max_whole_tokens: int) -> PoolerInfo:
+    """What the pooler can make, for the checks of requests."""
+    return PoolerInfo(
+        tasks=pooler.tasks,
+        whole_tasks=tuple([task for task in pooler.tasks if pooler.needs_all_rows(task)]),
+        max_whole_tokens=max_whole_tokens,
+        dimensions=pooler.dimensions,
+        matryoshka=_matryoshka(hf),
+    )
+
+
+def _matryoshka(hf: HFConfig) -> tuple[int, ...] | None:
+    """The smaller sizes of embeddings that config.json allows: those listed, or any; None for none."""
+    listed = hf.get("matryoshka_dimensions")
+    if listed is None:
+        return () if hf.get("is_matryoshka") else None
+    if not isinstance(listed, list) or not all(type(size) is int and size > 0 for size in listed):
+        raise CheckpointError(f"{hf.source}: 'matryoshka_dimensions' is {listed!r}, but must be a list of sizes")
+    return tuple(listed)

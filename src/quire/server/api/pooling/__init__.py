@@ -1,0 +1,1 @@
+"""Embeddings, scores, rerankings, classes and other pooled vectors."""

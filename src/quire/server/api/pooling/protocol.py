@@ -1,0 +1,215 @@
+"""Bodies of /v1/embeddings, /pooling, /classify, /score and /rerank: the fields of OpenAI, vLLM, Cohere and Jina."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from quire.server.api.chat.protocol import ChatMessage
+from quire.server.api.shared.fields import Prompts, Usage
+
+
+class PoolingFields(msgspec.Struct, kw_only=True):
+    """Fields that requests of all these endpoints may have. None stands for the model's default."""
+
+    model: str | None = None
+    user: str | None = None
+    """The user of the request, for fair scheduling; by default the API key's name."""
+    truncate_prompt_tokens: int | None = None
+    """Keep this number of tokens of each text; -1: what the model can take."""
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    use_activation: bool | None = None
+    """Whether embeddings are normalized, and scores and classes are probabilities; false returns the raw numbers."""
+    activation: bool | None = None
+    """An older name of `use_activation`."""
+    request_id: str | None = None
+
+
+class InputFields(PoolingFields, kw_only=True):
+    """Fields of requests with a list of independent texts, or with one conversation."""
+
+    input: Prompts | None = None
+    messages: list[ChatMessage] | None = None
+    """A conversation in the place of `input`, rendered by the model's chat template."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class VectorFields(InputFields, kw_only=True):
+    """Fields of requests that are answered with vectors."""
+
+    encoding_format: Literal["float", "base64"] = "float"
+    """`base64`: the vector's float32 numbers, little-endian."""
+    dimensions: int | None = None
+    normalize: bool | None = None
+    """An older name of `use_activation`, for embeddings."""
+
+
+class EmbeddingRequest(VectorFields, kw_only=True):
+    """Texts to be embedded."""
+
+
+class PoolingRequest(VectorFields, kw_only=True):
+    """Texts to be pooled, for any task of the model."""
+
+    task: Literal["embed", "classify", "score", "token_embed", "token_classify"] | None = None
+    """Default: the model's first task."""
+
+
+class ClassificationRequest(InputFields, kw_only=True):
+    """Texts to be classified."""
+
+
+class EmbeddingData(msgspec.Struct, kw_only=True):
+    """The embedding of one text."""
+
+    index: int
+    object: Literal["embedding"] = "embedding"
+    embedding: list[float] | str
+
+
+class EmbeddingResponse(msgspec.Struct, kw_only=True):
+    """All embeddings, in the order of the texts."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[EmbeddingData]
+    usage: Usage
+
+
+class PoolingData(msgspec.Struct, kw_only=True):
+    """What was pooled from one text: a vector, or one for each token."""
+
+    index: int
+    object: Literal["pooling"] = "pooling"
+    data: list[float | list[float]] | str
+
+
+class PoolingResponse(msgspec.Struct, kw_only=True):
+    """All vectors, in the order of the texts."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[PoolingData]
+    usage: Usage
+
+
+class ClassificationData(msgspec.Struct, kw_only=True):
+    """The classes of one text."""
+
+    index: int
+    label: str | None
+    """The name of the likeliest class."""
+    probs: list[float]
+    num_classes: int
+
+
+class ClassificationResponse(msgspec.Struct, kw_only=True):
+    """All classes, in the order of the texts."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[ClassificationData]
+    usage: Usage
+
+
+Texts = str | list[str]
+
+
+class ScoreRequest(PoolingFields, kw_only=True):
+    """Texts to be compared: one with one or with each of several, or pairs."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    """vLLM's newer name of `text_1`."""
+    documents: Texts | None = None
+    """vLLM's newer name of `text_2`."""
+
+
+class ScoreData(msgspec.Struct, kw_only=True):
+    """The score of one pair."""
+
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreResponse(msgspec.Struct, kw_only=True):
+    """All scores, in the order of the pairs."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[ScoreData]
+    usage: Usage
+
+
+class Document(msgspec.Struct, kw_only=True):
+    """A document with fields, of which the text counts."""
+
+    text: str
+
+
+class RerankRequest(PoolingFields, kw_only=True):
+    """Documents to be put in the order of their relevance to a query."""
+
+    query: str
+    documents: list[str | Document]
+    top_n: int | None = None
+    """The number of documents that are returned, the most relevant ones; None or 0: all."""
+    return_documents: bool | None = None
+    """Whether results contain the documents' texts. Default: yes, except for /v2/rerank."""
+    max_tokens_per_doc: int | None = None
+    """Cohere's limit on a document's tokens: the rest is cut off."""
+
+
+class RerankResult(msgspec.Struct, kw_only=True):
+    """One document's place in the order."""
+
+    index: int
+    """Its index in the request."""
+    document: Document | UnsetType = UNSET
+    relevance_score: float
+
+
+class ApiVersion(msgspec.Struct, kw_only=True):
+    """The version of Cohere's API."""
+
+    version: str = "2"
+
+
+class BilledUnits(msgspec.Struct, kw_only=True):
+    """What Cohere's service would count."""
+
+    search_units: int = 1
+
+
+class RerankMeta(msgspec.Struct, kw_only=True):
+    """Cohere's description of a response."""
+
+    api_version: ApiVersion
+    billed_units: BilledUnits
+
+
+class RerankResponse(msgspec.Struct, kw_only=True):
+    """The documents, most relevant first."""
+
+    id: str
+    model: str
+    usage: Usage
+    results: list[RerankResult]
+    meta: RerankMeta | UnsetType = UNSET

@@ -1,0 +1,73 @@
+"""What a model is used for, and files that only models that pool have."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.common.errors import CheckpointError, ConfigError
+from quire.config.checkpoint.hf_names import standard_names
+from quire.config.checkpoint.runners import MODULES_FILE, find_runner
+from quire.config.hf_config import HFConfig, read_json_list
+from quire.config.kv_cache import LatentSpec
+
+DECODER, ENCODER = "LlamaForCausalLM", "BertModel"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "given", "found"),
+    [
+        (DECODER, ("auto", "auto"), ("generate", "none")),
+        (DECODER, ("generate", "none"), ("generate", "none")),
+        (DECODER, ("pooling", "auto"), ("pooling", "embed")),
+        (DECODER, ("auto", "reward"), ("pooling", "reward")),
+        (ENCODER, ("auto", "auto"), ("pooling", "none")),
+        (ENCODER, ("pooling", "none"), ("pooling", "none")),
+    ],
+)
+def test_the_architecture_says_what_a_model_is_used_for(architecture, given, found, tmp_path: Path) -> None:
+    assert find_runner(architecture, tmp_path, *given) == found
+
+
+def test_a_decoder_with_modules_pools(tmp_path: Path) -> None:
+    (tmp_path / MODULES_FILE).write_text("[]")
+    assert find_runner(DECODER, tmp_path, "auto", "auto") == ("pooling", "embed")
+    assert find_runner(DECODER, tmp_path, "generate", "auto") == ("generate", "none")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "given", "words"),
+    [
+        (ENCODER, ("generate", "auto"), "does not generate"),
+        (ENCODER, ("auto", "embed"), "pools as it is"),
+        (DECODER, ("generate", "embed"), "is for pooling"),
+        (DECODER, ("pooling", "none"), "must be converted"),
+        (DECODER, ("draft", "auto"), "runner='draft'"),
+        (DECODER, ("auto", "draft"), "convert='draft'"),
+    ],
+)
+def test_what_an_architecture_cannot_be_used_for(architecture, given, words, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        find_runner(architecture, tmp_path, *given)
+
+
+def test_positions_of_roberta_begin_behind_the_padding() -> None:
+    given = {"architectures": ["RobertaModel"], "max_position_embeddings": 514, "pad_token_id": 1}
+    assert standard_names(HFConfig(given, "c"))["max_position_embeddings"] == 512
+
+
+def test_a_list_in_json_must_be_one(tmp_path: Path) -> None:
+    file = tmp_path / "modules.json"
+    file.write_text(json.dumps([1, "a"]))
+    assert read_json_list(file) == [1, "a"]
+    file.write_text("{}")
+    with pytest.raises(CheckpointError, match="must hold a list"):
+        read_json_list(file)
+
+
+def test_latents_take_one_row_for_each_token() -> None:
+    spec = LatentSpec(512, 64, "bfloat16")
+    assert (spec.width, spec.block_bytes(16), spec.max_blocks(33, 16, 8)) == (576, 16 * 576 * 2, 3)
+    assert spec.with_dtype("bfloat16") == spec
+    with pytest.raises(ConfigError, match="int8"):
+        spec.with_dtype("int8")

@@ -1,0 +1,53 @@
+"""A small model of each architecture that pools, and of each of its variants that changes the arithmetic."""
+
+from typing import Any
+
+BERT: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 1,
+    "initializer_range": 0.3,
+    "num_labels": 3,
+}
+DISTIL = {
+    "vocab_size": 96, "dim": 32, "hidden_dim": 48, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 64,
+    "pad_token_id": 1, "initializer_range": 0.3, "num_labels": 3,
+}  # fmt: skip
+NARROW = BERT | {"embedding_size": 16}
+MODERN = BERT | {"local_attention": 8, "num_hidden_layers": 4, "max_position_embeddings": 64}
+MODERN |= {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
+ROTATED = BERT | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "albert": ("Albert", NARROW),
+    "albert-groups": ("Albert", NARROW | {"num_hidden_groups": 2, "num_hidden_layers": 4}),
+    "bert": ("Bert", BERT),
+    "bert-gelu-new": ("Bert", BERT | {"hidden_act": "gelu_new"}),
+    "bert-relu": ("Bert", BERT | {"hidden_act": "relu", "type_vocab_size": 3}),
+    "camembert": ("Camembert", BERT),
+    "distilbert": ("DistilBert", DISTIL),
+    "electra": ("Electra", NARROW),
+    "electra-wide": ("Electra", BERT | {"embedding_size": 32}),
+    "gte": ("Gte", ROTATED),
+    "gte-types": ("Gte", ROTATED | {"type_vocab_size": 2}),
+    "gte-without-types": ("Gte", ROTATED | {"type_vocab_size": 0}),
+    "jina-v3": ("JinaEmbeddingsV3", ROTATED),
+    "modernbert": ("ModernBert", MODERN),
+    "modernbert-biases-mean": (
+        "ModernBert",
+        MODERN | {"attention_bias": True, "mlp_bias": True, "norm_bias": True, "classifier_bias": True}
+        | {"classifier_pooling": "mean", "classifier_activation": "relu"},
+    ),
+    "mpnet": ("MPNet", BERT),
+    "nomic": ("NomicBert", ROTATED),
+    "roberta": ("Roberta", BERT),
+    "xlm-roberta": ("XLMRoberta", BERT | {"pad_token_id": 0}),
+}  # fmt: skip
+"""Family, and fields of its config."""
+
+CLASSIFIERS = ("Gemma2", "Llama", "Mistral", "Qwen2", "Qwen3")
+"""Families of decoders that classify by their last token."""

@@ -1,0 +1,85 @@
+"""Encoders and their heads against transformers, and texts that have the same bits among any others."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from quire.config.model import ModelConfig
+from quire.models.weights.loader import load_model
+from tests.kernels.paged import same_bits
+from tests.models.encoders import ENCODERS
+from tests.models.pooled_run import hidden_states, pooled
+
+TEXTS = [[2, *range(5, 5 + n), 3] for n in (1, 40, 7, 17)]
+HEADS = ("ForSequenceClassification", "ForTokenClassification")
+
+
+@pytest.fixture
+def save_encoder(tmp_path: Path) -> Any:
+    """Saves a model of random weights: the folder, and the model."""
+
+    def save(family: str, head: str, **fields: Any) -> tuple[Path, Any]:
+        kind = getattr(transformers, family + head)
+        torch.manual_seed(fields.pop("seed", 0))
+        model = kind(kind.config_class(**fields)).eval()
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # transformers makes them 0
+                torch.nn.init.normal_(parameter, std=0.3)
+        model.save_pretrained(tmp_path)
+        return tmp_path, model
+
+    return save
+
+
+@pytest.mark.parametrize("variant", ENCODERS)
+def test_hidden_states_are_those_of_transformers(variant: str, save_encoder: Any) -> None:
+    family, fields = ENCODERS[variant]
+    folder, oracle = save_encoder(family, "Model", **fields)
+    model = load_model(ModelConfig.resolve(folder))
+    for text, hidden in zip(TEXTS, hidden_states(model, TEXTS), strict=True):
+        with torch.no_grad():
+            expected = oracle(torch.tensor([text])).last_hidden_state[0]
+        torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("variant", ENCODERS)
+def test_heads_are_those_of_transformers(variant: str, head: str, save_encoder: Any) -> None:
+    family, fields = ENCODERS[variant]
+    folder, oracle = save_encoder(family, head, **fields)
+    model: Any = load_model(ModelConfig.resolve(folder))
+    for text, logits in zip(TEXTS, pooled(model, TEXTS, model.pooler.tasks[0], activation=False), strict=True):
+        with torch.no_grad():
+            expected = oracle(torch.tensor([text])).logits[0]
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", ["albert", "bert", "modernbert", "mpnet", "nomic"])
+def test_a_text_has_the_same_bits_alone_and_among_others(variant: str, dtype: str, save_encoder: Any) -> None:
+    family, fields = ENCODERS[variant]
+    folder, _ = save_encoder(family, "Model", **fields)
+    model: Any = load_model(ModelConfig.resolve(folder, dtype=dtype))
+    generator = torch.Generator().manual_seed(1)
+    texts = [torch.randint(4, 96, (1 + 13 * i % 60,), generator=generator).tolist() for i in range(64)]
+    together = pooled(model, texts, "embed")
+    order = torch.randperm(64, generator=generator).tolist()
+    shuffled = pooled(model, [texts[i] for i in order], "embed")
+    assert all(same_bits(shuffled[place], together[i]) for place, i in enumerate(order))
+    for i in (0, 1, 5, 31, 63):
+        assert same_bits(pooled(model, [texts[i]], "embed")[0], together[i])
+        assert together[i].norm() == pytest.approx(1, abs=1e-5)
+
+
+def test_texts_of_a_pair_have_rows_of_their_own(save_encoder: Any) -> None:
+    family, fields = ENCODERS["bert"]
+    folder, oracle = save_encoder(family, "Model", **fields)
+    model = load_model(ModelConfig.resolve(folder))
+    types = [[0] * (len(text) // 2) + [1] * (len(text) - len(text) // 2) for text in TEXTS]
+    for text, own, hidden in zip(TEXTS, types, hidden_states(model, TEXTS, types), strict=True):
+        with torch.no_grad():
+            expected = oracle(torch.tensor([text]), token_type_ids=torch.tensor([own])).last_hidden_state[0]
+        torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,143 @@
+"""AsyncLLM.encode: the vectors of LLM, also if engines die meanwhile."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire import (
+    LLM,
+    EngineDeadError,
+    InvalidParamsError,
+    PoolingParams,
+    PromptTooLongError,
+    RequestError,
+    RequestFailedError,
+    SamplingParams,
+)
+from quire.engine.process import messages
+from tests.async_llm.door import Door
+from tests.async_llm.local_engine import local_llm
+
+from .models import BROKEN, NAN, TinyEmbedder, TinyEncoder, made_llm
+
+TEXTS = ["Once upon a time", "def f(x):", "a", "The old house stood on the hill", "b c d"]
+
+
+class PoolingDoor(Door):
+    """Over an engine in a thread, which dies when it is told; `oracle` computes the same texts."""
+
+    def __init__(self, engine: LLM, oracle: LLM) -> None:
+        self.deaths: list[int | None] = []
+        self.oracle = oracle
+        super().__init__(make=lambda: local_llm(engine.engine, self._lives()))
+
+    def _lives(self) -> Iterator[int | None]:
+        while True:
+            yield self.deaths.pop(0) if self.deaths else None
+
+    def die_after(self, *num_frames: int | None) -> None:
+        self.llm._engine._client._num_left, *self.deaths = num_frames
+
+    async def encode(self, prompt: Any, **params: Any) -> Any:
+        [output] = [output async for output in self.llm.encode(prompt, PoolingParams(**params), self.new_id())]
+        return output
+
+    async def all(self, prompts: list[Any], **params: Any) -> list[Any]:
+        return await asyncio.gather(*(self.encode(prompt, **params) for prompt in prompts), return_exceptions=True)
+
+
+@pytest.fixture(scope="module", params=[TinyEncoder, TinyEmbedder])
+def door(request: pytest.FixtureRequest) -> Iterator[PoolingDoor]:
+    with made_llm(request.param, max_num_seqs=2) as oracle, made_llm(request.param, max_num_seqs=2) as llm:
+        made = PoolingDoor(llm, oracle)
+        yield made
+        made.close()
+
+
+@pytest.mark.parametrize("task", ["embed", "token_embed", "classify", "score"])
+def test_the_vectors_are_those_of_llm(door: PoolingDoor, task: str) -> None:
+    expected = door.oracle.encode(TEXTS, pooling_task=task, use_tqdm=False)
+    for output, other in zip(door.run(door.all(TEXTS, task=task)), expected, strict=True):
+        assert np.array_equal(output.outputs.data, other.outputs.data)
+        assert output.outputs.data.dtype == np.float32
+        assert output.prompt_token_ids == other.prompt_token_ids
+        assert output.finished
+    assert all("stop" in event for event in door.record.of("end")[-len(TEXTS) :])
+
+
+def test_texts_and_pairs_are_tokenized_together_and_errors_take_their_places(door: PoolingDoor) -> None:
+    params = PoolingParams(task="embed")
+    given = ["a", "word " * 100, ("a", "b"), [7, 8], {"prompt_token_ids": 5}, {"prompt": "a", "cache_salt": "s"}]
+    ids, error, pair, same, wrong, salted = door.run(door.llm.pooling_prompts(given, params))
+    assert ids["prompt_token_ids"] == door.llm.tokenizer.encode("a")
+    assert isinstance(error, PromptTooLongError)
+    assert pair["prompt_token_ids"] == [*door.llm.tokenizer.encode("a"), *door.llm.tokenizer.encode("b")]
+    assert pair["token_type_ids"] == [0, 1]
+    assert same == [7, 8]
+    assert wrong == {"prompt_token_ids": 5}
+    assert salted["cache_salt"] == "s"
+    for prompt in ids, pair, same, salted:
+        assert door.run(door.encode(prompt)).finished
+
+
+def test_what_is_wrong_is_refused_before_it_is_sent(door: PoolingDoor) -> None:
+    with pytest.raises(PromptTooLongError):
+        door.run(door.encode("word " * 100))
+    with pytest.raises(InvalidParamsError, match="this model has"):
+        door.run(door.encode("a", task="token_classify"))
+    with pytest.raises(RequestError, match="cannot generate"):
+        door.run(door.outputs("a", SamplingParams()))
+    with pytest.raises(InvalidParamsError, match="must be PoolingParams"):
+        door.run(anext(door.llm.encode("a", SamplingParams(), "x")))  # type: ignore[arg-type]
+
+
+def test_a_text_whose_vector_is_not_finite_fails_and_others_do_not(door: PoolingDoor) -> None:
+    fine, bad, broken = door.run(door.all([[7, 8], [7, NAN], [7, BROKEN]]))
+    assert fine.finished
+    assert isinstance(bad, RequestFailedError)
+    assert "not finite" in str(bad)
+    assert isinstance(broken, RequestFailedError)
+
+
+def test_closing_the_generator_aborts_the_request(door: PoolingDoor) -> None:
+    async def begin() -> None:
+        tasks = [asyncio.ensure_future(door.encode([7, 8, 9 + i])) for i in range(10)]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await door.drained()
+
+    door.run(begin())
+    assert len(door.record.of("start")) == len(door.record.of("end"))
+
+
+@pytest.mark.essential
+@pytest.mark.parametrize("num_frames", [0, 1, 2])
+def test_texts_are_computed_again_by_the_next_engine(door: PoolingDoor, num_frames: int) -> None:
+    prompts = [[10 + i, 11, 12 + i] for i in range(9)]
+    expected = door.oracle.encode(prompts, use_tqdm=False)
+    before = door.llm.num_restarts
+    door.die_after(num_frames)
+    for output, other in zip(door.run(door.all(prompts)), expected, strict=True):
+        assert np.array_equal(output.outputs.data, other.outputs.data)
+    assert door.llm.num_restarts == before + 1
+    door.run(door.drained())
+
+
+def test_a_text_that_was_running_in_two_engines_that_died_fails(door: PoolingDoor) -> None:
+    door.die_after(0, 0)
+    outputs = door.run(door.all([[10, 11]]))
+    assert isinstance(outputs[0], EngineDeadError)
+    assert door.run(door.encode([10, 11])).finished
+
+
+def test_vectors_pass_through_a_message_bit_by_bit() -> None:
+    for array in np.float32([1e-40, -0.0, 3.5]), np.zeros((0,), np.float32), np.ones((2, 3), np.float32):
+        vectors = messages.Vectors.pack(array)
+        assert vectors.unpack().tobytes() == array.tobytes()
+        assert vectors.unpack().shape == array.shape
+    assert messages.Vectors.pack(None) is None

@@ -1,0 +1,185 @@
+"""LLM.embed and its siblings: what callers give and get."""
+
+import math
+
+import numpy as np
+import pytest
+
+from quire import LLM, InvalidParamsError, InvalidPromptError, PoolingParams, PromptTooLongError, RequestError
+from quire.common.outputs import ClassificationRequestOutput, EmbeddingRequestOutput, ScoringRequestOutput
+
+from .models import BROKEN, NAN
+
+TEXTS = ["Once upon a time", "def f(x):", "a"]
+
+
+def test_outputs_have_the_order_of_the_texts_and_vllms_attributes(encoder: LLM) -> None:
+    outputs = encoder.embed(TEXTS, use_tqdm=False)
+    assert [type(output) for output in outputs] == [EmbeddingRequestOutput] * 3
+    for text, output in zip(TEXTS, outputs, strict=True):
+        assert output.prompt == text
+        assert output.prompt_token_ids == encoder.engine.tokenizer.encode(text)
+        assert output.finished
+        assert output.error is None
+        assert isinstance(output.outputs.embedding, list)
+        assert output.outputs.hidden_size == len(output.outputs.embedding) == encoder.engine.pooler.dimensions
+        assert np.linalg.norm(output.outputs.embedding) == pytest.approx(1, abs=1e-5)
+        (alone,) = encoder.embed({"prompt_token_ids": output.prompt_token_ids}, use_tqdm=False)
+        assert np.array_equal(alone.outputs.data, output.outputs.data)
+
+
+def test_parameters_reach_the_pooler(encoder: LLM) -> None:
+    raw = encoder.embed("a b", pooling_params=PoolingParams(normalize=False), use_tqdm=False)[0].outputs.data
+    same = encoder.embed("a b", pooling_params=PoolingParams(use_activation=False), use_tqdm=False)[0].outputs.data
+    unit = encoder.embed("a b", use_tqdm=False)[0].outputs.data
+    assert np.array_equal(raw, same)
+    assert np.allclose(raw / np.linalg.norm(raw), unit)
+    (classes,) = encoder.classify("a b", use_tqdm=False)
+    (logits,) = encoder.classify("a b", pooling_params=PoolingParams(use_activation=False), use_tqdm=False)
+    assert isinstance(classes, ClassificationRequestOutput)
+    assert classes.outputs.num_classes == 3
+    assert np.allclose(classes.outputs.probs, 1 / (1 + np.exp(-logits.outputs.data)))
+
+
+def test_vectors_of_tokens_have_a_row_for_each(encoder: LLM) -> None:
+    (output,) = encoder.encode("Once upon a time", pooling_task="token_embed", use_tqdm=False)
+    assert output.outputs.data.shape == (len(output.prompt_token_ids), encoder.engine.pooler.dimensions)
+    (reward,) = encoder.reward("Once upon a time", use_tqdm=False)
+    assert reward.outputs.data.shape == (3,), "without a task of tokens a reward is of the whole text"
+    assert encoder.encode("a", use_tqdm=False)[0].outputs.data.shape == (encoder.engine.pooler.dimensions,)
+
+
+def test_pairs_are_scored_one_to_one_and_one_to_many(encoder: LLM) -> None:
+    one_to_many = encoder.score("Once", ["upon", "a", "time"], use_tqdm=False)
+    each = encoder.score(["Once"] * 3, ["upon", "a", "time"], use_tqdm=False)
+    assert [type(output) for output in each] == [ScoringRequestOutput] * 3
+    assert [output.outputs.score for output in each] == [output.outputs.score for output in one_to_many]
+    assert len({output.outputs.score for output in each}) == 3
+    with pytest.raises(InvalidPromptError, match="data_1 has 2 texts and data_2 has 3"):
+        encoder.score(["a", "b"], ["a", "b", "c"])
+    with pytest.raises(InvalidPromptError, match="data_2 must be a text or a list of texts with at least one"):
+        encoder.score("a", [])
+
+
+def test_an_embedder_scores_by_the_cosine(encoder: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = encoder.engine.pooler
+    monkeypatch.setattr(encoder.engine, "pooler", type(info)(("embed",), info.whole_tasks, info.max_whole_tokens))
+    scores = encoder.score("Once upon", ["Once upon", "def f(x)"], use_tqdm=False)
+    a, b = (output.outputs.data for output in encoder.embed(["Once upon", "def f(x)"], use_tqdm=False))
+    assert scores[0].outputs.score == pytest.approx(1)
+    assert scores[1].outputs.score == pytest.approx(float(a @ b), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("params", "match"),
+    [
+        ({"dimensions": 8}, "dimensions=8: must be 24: this model has no smaller ones"),
+        ({"truncate_prompt_tokens": 49}, "this model takes at most 48"),
+        ({"task": "token_classify"}, "this model has embed, token_embed, classify, score"),
+        ({"task": "classify", "dimensions": 24}, "it belongs to embeddings, and the task is 'classify'"),
+    ],
+)
+def test_parameters_that_the_model_does_not_allow_are_refused(encoder: LLM, params: dict, match: str) -> None:
+    size = encoder.engine.pooler.dimensions
+    with pytest.raises(InvalidParamsError, match=match.replace("24", str(size))):
+        encoder.encode("a", PoolingParams(**{k: size if v == 24 else v for k, v in params.items()}))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"dimensions": 0}, {"dimensions": 1.5}, {"normalize": 1}, {"task": "embedding"}, {"truncate_prompt_tokens": 0},
+     {"tenant": "x" * 300}, {"priority": "high"}, {"truncate_prompt_tokens": -2}],
+)  # fmt: skip
+def test_parameters_that_no_model_takes_are_refused(params: dict) -> None:
+    with pytest.raises(InvalidParamsError, match=next(iter(params))):
+        PoolingParams(**params)
+
+
+def test_sizes_that_a_model_was_trained_for_are_allowed(encoder: LLM) -> None:
+    info = encoder.engine.pooler
+
+    def check(matryoshka: tuple[int, ...] | None, dimensions: int) -> None:
+        allowed = type(info)(info.tasks, (), 48, 64, matryoshka)
+        allowed.check_parameters(PoolingParams(dimensions=dimensions), "embed")
+
+    for matryoshka, dimensions in [(None, 64), ((), 1), ((), 64), ((16, 32), 32), ((16, 32), 64)]:
+        check(matryoshka, dimensions)
+    for matryoshka, dimensions in [(None, 32), ((), 65), ((16, 32), 8), ((16, 128), 128)]:
+        with pytest.raises(InvalidParamsError, match="dimensions"):
+            check(matryoshka, dimensions)
+
+
+def test_a_longer_text_is_refused_or_cut(encoder: LLM) -> None:
+    text = "word " * 100
+    with pytest.raises(PromptTooLongError, match="and the model takes 48"):
+        encoder.embed(text)
+    (cut,) = encoder.embed(text, truncate_prompt_tokens=-1, use_tqdm=False)
+    whole = encoder.engine.tokenizer.encode(text)
+    assert cut.prompt_token_ids == whole[:48]
+    (short,) = encoder.embed(text, truncate_prompt_tokens=5, use_tqdm=False)
+    assert short.prompt_token_ids == whole[:5]
+    (ids,) = encoder.embed([whole], truncate_prompt_tokens=5, use_tqdm=False)
+    assert ids.prompt_token_ids == whole[-5:], "of token ids the last are kept, as in vLLM"
+
+
+def test_wrong_texts_fail_alone_in_a_list(encoder: LLM) -> None:
+    vocab_size = encoder.engine.model_config.vocab_size
+    texts = ["fine", "word " * 100, {"prompt_token_ids": [vocab_size]}, {"prompt_token_ids": []}, "a\ud800", 7, "fine"]
+    outputs = encoder.embed(texts, use_tqdm=False)
+    assert [output.error is None for output in outputs] == [True, False, False, False, False, False, True]
+    assert np.array_equal(outputs[0].outputs.data, outputs[-1].outputs.data)
+    assert outputs[1].outputs.embedding == []
+    with pytest.raises(InvalidPromptError, match="is empty"):
+        encoder.embed({"prompt_token_ids": []})
+    assert math.isnan(
+        ScoringRequestOutput(
+            "a", encoder.score("a", "b", use_tqdm=False)[0].outputs.__class__(np.zeros(0, np.float32)), []
+        ).outputs.score
+    )
+
+
+@pytest.mark.parametrize("types", [[0], [0, 1, 0, 0], [0, -1], [0, 2**15], "ab", [0, True]])
+def test_token_types_must_fit_the_tokens(encoder: LLM, types: object) -> None:
+    with pytest.raises(InvalidPromptError, match="token_type_ids"):
+        encoder.embed({"prompt_token_ids": [1, 2], "token_type_ids": types})
+
+
+def test_token_types_reach_the_model(encoder: LLM) -> None:
+    prompts = [{"prompt_token_ids": [7, 8, 9], "token_type_ids": types} for types in ([0, 0, 0], [0, 1, 1])]
+    raw = PoolingParams(normalize=False)
+    plain, typed, without = encoder.embed([*prompts, [7, 8, 9]], pooling_params=raw, use_tqdm=False)
+    assert np.array_equal(plain.outputs.data, without.outputs.data)
+    assert np.allclose(typed.outputs.data, plain.outputs.data + 2)
+
+
+def test_a_vector_that_is_not_finite_fails_alone(encoder: LLM, embedder: LLM) -> None:
+    for llm in encoder, embedder:
+        fine, bad, broken, other = llm.embed([[7, 8], [7, NAN], [7, BROKEN], [8, 9]], use_tqdm=False)
+        assert fine.error is other.error is None
+        assert "not finite" in bad.error
+        assert broken.error.endswith("its hidden states could not be pooled: ValueError")
+        assert "secret" not in broken.error
+        assert bad.outputs.data.size == 0
+
+
+def test_each_kind_of_model_refuses_the_work_of_the_other(encoder: LLM) -> None:
+    with pytest.raises(RequestError, match=r"this model pools texts .* cannot generate"):
+        encoder.generate("a")
+    with pytest.raises(RequestError, match="cannot generate"):
+        encoder.perplexity("a b c")
+    with pytest.raises(InvalidParamsError, match="task='classify': this call is for 'embed'"):
+        encoder.embed("a", pooling_params=PoolingParams(task="classify"))
+    with pytest.raises(InvalidParamsError, match="2 pooling_params for 1 prompts"):
+        encoder.embed("a", pooling_params=[PoolingParams()] * 2)
+    with pytest.raises(InvalidParamsError, match="must be PoolingParams, not dict"):
+        encoder.embed("a", pooling_params={"task": "embed"})
+
+
+def test_many_texts_come_in_order_through_a_short_queue(encoder: LLM) -> None:
+    texts = [f"text {i % 37} " * (i % 5 + 1) for i in range(700)]
+    outputs = encoder.embed(texts, use_tqdm=False)
+    assert [output.prompt for output in outputs] == texts
+    by_text = {}
+    for output in outputs:
+        first = by_text.setdefault(output.prompt, output.outputs.data)
+        assert np.array_equal(first, output.outputs.data)

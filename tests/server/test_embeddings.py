@@ -1,0 +1,208 @@
+"""/v1/embeddings, /pooling, /classify, /score and /rerank: shapes, numbers against LLM, and what is refused."""
+
+import base64
+
+import numpy as np
+import pytest
+
+from quire import LLM, EngineArgs, LLMEngine
+from quire.common.batch import Batch, StepResult
+from quire.common.params import PoolerInfo
+from quire.runner.memory_plan import plan_memory
+from quire.server.api.pooling.run import MAX_TEXTS
+from quire.text.tokenizer.tokenizer import Tokenizer
+from tests.server.in_process import Server, serve, tokenizer_of
+
+PATH = "/v1/embeddings"
+TEXTS = ["json.dumps", "os.replace renames a file", "the sum of a list"]
+
+
+@pytest.fixture(scope="module")
+def embedder_engine() -> LLMEngine:
+    return LLMEngine.from_args(EngineArgs(runner="pooling", num_gpu_blocks_override=64, max_model_len=128))
+
+
+@pytest.fixture
+def embedder(embedder_engine: LLMEngine) -> Server:
+    return serve(embedder_engine)
+
+
+@pytest.fixture
+def expected(embedder_engine: LLMEngine) -> list[list[float]]:
+    return [output.outputs.embedding for output in LLM.from_engine(embedder_engine).embed(TEXTS, use_tqdm=False)]
+
+
+class CountingExecutor:
+    """Makes of each text the number of its tokens, and of a token type above 0 a half."""
+
+    def __init__(self, *tasks: str) -> None:
+        self.pooler = PoolerInfo(tasks=tasks, whole_tasks=tasks, max_whole_tokens=64)
+
+    def execute(self, batch: Batch) -> StepResult:
+        return StepResult(
+            (), pooled={i: np.array(self.of(s), np.float32) for i, s in enumerate(batch.sequences) if s.pooled}
+        )
+
+    def of(self, sequence) -> list[float]:
+        return [float(len(sequence.token_ids)), float(sequence.token_ids[-1])]
+
+    def load_adapter(self, slot, folder, digest=None) -> None: ...
+
+    def unload_adapter(self, slot) -> None: ...
+
+
+class LastTokenExecutor(CountingExecutor):
+    """Scores a pair by the id of its last token."""
+
+    def of(self, sequence) -> list[float]:
+        return [float(sequence.token_ids[-1])]
+
+
+def counting(executor: CountingExecutor, **overrides) -> Server:
+    plan = plan_memory(
+        EngineArgs(runner="pooling", max_model_len=64, num_gpu_blocks_override=16, hf_overrides=overrides)
+    )
+    return serve(LLMEngine(plan, executor, Tokenizer.from_path(plan.config.model.tokenizer_path)))
+
+
+def test_embeddings_have_openai_s_shape(embedder, expected):
+    answer = embedder.post(PATH, {"model": "alias", "input": TEXTS})
+    assert answer.status == 200, answer.body
+    body = answer.json
+    assert (body["object"], body["model"]) == ("list", "alias")
+    assert body["id"] == "embd-" + answer.headers["x-request-id"]
+    assert [(row["index"], row["object"]) for row in body["data"]] == [(i, "embedding") for i in range(3)]
+    assert [row["embedding"] for row in body["data"]] == expected
+    num_tokens = sum(len(tokenizer_of(embedder).encode(text)) for text in TEXTS)
+    assert body["usage"] | {"prompt_tokens_details": None} == {
+        "prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens, "prompt_tokens_details": None,
+    }  # fmt: skip
+
+
+def test_base64_holds_the_same_numbers(embedder, expected):
+    data = embedder.post(PATH, {"input": TEXTS, "encoding_format": "base64"}).json["data"]
+    found = [np.frombuffer(base64.b64decode(row["embedding"]), "<f4").tolist() for row in data]
+    assert found == expected
+
+
+def test_inputs_of_every_kind(embedder, expected):
+    ids = [tokenizer_of(embedder).encode(text) for text in TEXTS]
+    for given, place in ((TEXTS[0], 0), (ids[1], 1), ([ids[2]], 2)):
+        assert embedder.post(PATH, {"input": given}).json["data"][0]["embedding"] == expected[place]
+    mixed = embedder.post(PATH, {"input": [TEXTS[0], ids[1]]}).json["data"]
+    assert [row["embedding"] for row in mixed] == expected[:2]
+
+
+def test_a_conversation_is_rendered(embedder):
+    messages = [{"role": "user", "content": "hello"}]
+    text = tokenizer_of(embedder).apply_chat_template(messages)
+    told = embedder.post(PATH, {"messages": messages}).json
+    assert told["usage"]["prompt_tokens"] == len(tokenizer_of(embedder).encode(text, add_special_tokens=False))
+
+
+def test_raw_embeddings_are_not_normalized(embedder, expected):
+    raw = embedder.post(PATH, {"input": TEXTS[0], "use_activation": False}).json["data"][0]["embedding"]
+    norm = np.linalg.norm(raw)
+    assert norm != pytest.approx(1.0)
+    assert np.allclose(np.array(raw) / norm, expected[0], atol=1e-6)
+
+
+def test_token_vectors(embedder):
+    body = {"input": TEXTS[1], "task": "token_embed"}
+    rows = embedder.post("/pooling", body).json["data"][0]["data"]
+    assert np.shape(rows) == (len(tokenizer_of(embedder).encode(TEXTS[1])), 256)
+    encoded = embedder.post("/pooling", body | {"encoding_format": "base64"}).json["data"][0]["data"]
+    assert np.frombuffer(base64.b64decode(encoded), "<f4").tolist() == np.ravel(rows).tolist()
+
+
+def test_scores_of_an_embedder_are_cosines(embedder, expected):
+    told = embedder.post("/score", {"text_1": TEXTS[0], "text_2": TEXTS[1:]}).json["data"]
+    assert [row["score"] for row in told] == pytest.approx([np.dot(expected[0], e) for e in expected[1:]], abs=1e-5)
+    pairs = embedder.post("/v1/score", {"queries": TEXTS[:2], "documents": TEXTS[1:]}).json["data"]
+    wanted = [np.dot(expected[i], expected[i + 1]) for i in range(2)]
+    assert [row["score"] for row in pairs] == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_documents_come_in_the_order_of_their_relevance(embedder, path):
+    documents = ["os.path.join", {"text": "json.dumps"}, "sum of numbers"]
+    told = embedder.post(path, {"query": "json.dumps", "documents": documents}).json
+    assert told["results"][0]["index"] == 1
+    scores = [row["relevance_score"] for row in told["results"]]
+    assert scores == sorted(scores, reverse=True)
+    assert sorted(row["index"] for row in told["results"]) == [0, 1, 2]
+    assert ("document" in told["results"][0]) is (path != "/v2/rerank")
+    assert ("meta" in told) is (path == "/v2/rerank")
+    best = embedder.post(path, {"query": "json.dumps", "documents": documents, "top_n": 1, "return_documents": True})
+    assert best.json["results"] == [told["results"][0] | {"document": {"text": "json.dumps"}}]
+
+
+def test_pairs_of_a_cross_encoder():
+    server = counting(LastTokenExecutor("score"))
+    encode = tokenizer_of(server).encode
+    told = server.post("/score", {"text_1": "a", "text_2": ["one", "two"]}).json["data"]
+    assert [row["score"] for row in told] == [float(encode(text)[-1]) for text in ("one", "two")]
+    refused = server.post(PATH, {"input": "a"})
+    assert (refused.status, refused.error["code"]) == (400, "unsupported_task")
+
+
+def test_classes_have_their_names():
+    server = counting(CountingExecutor("classify"), id2label={"0": "short", "1": "long"})
+    (row,) = server.post("/classify", {"input": "a b c"}).json["data"]
+    assert (row["index"], row["label"], row["num_classes"]) == (0, "long", 2)
+    assert row["probs"][0] == len(tokenizer_of(server).encode("a b c"))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (PATH, {"input": []}, "input"),
+        (PATH, {"input": ""}, "input"),
+        (PATH, {}, "input"),
+        (PATH, {"input": "a", "messages": []}, "input"),
+        (PATH, {"input": ["a"] * (MAX_TEXTS + 1)}, "input"),
+        (PATH, {"input": ["a", "b " * 500]}, "input"),
+        (PATH, {"input": "b " * 500}, "input"),
+        (PATH, {"input": [10**9]}, "input"),
+        (PATH, {"input": "a", "dimensions": 0}, "dimensions"),
+        (PATH, {"input": "a", "dimensions": 10_000}, "dimensions"),
+        (PATH, {"input": "a", "dimensions": 2}, "dimensions"),
+        (PATH, {"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ("/pooling", {"input": "a", "task": "classify"}, "model"),
+        ("/pooling", {"input": "a", "task": "other"}, "task"),
+        ("/classify", {"input": "a"}, "model"),
+        ("/score", {"text_1": "a"}, "text_2"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "text_1"),
+        ("/score", {"text_1": "a", "text_2": []}, "text_2"),
+        ("/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+        ("/v1/completions", {"prompt": "a"}, None),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, None),
+    ],
+)
+def test_what_is_refused(embedder, path, body, param):
+    answer = embedder.post(path, body)
+    assert (answer.status, answer.error["param"]) == (400, param), answer.body
+    assert embedder.llm.engine.has_unfinished_requests() is False
+    embedder.llm.engine.requests.check_integrity()
+
+
+def test_one_wrong_text_is_named(embedder):
+    answer = embedder.post(PATH, {"input": ["a", "b " * 500]})
+    assert "input[1]" in answer.error["message"]
+    assert embedder.post(PATH, {"input": ["a", "b " * 500], "truncate_prompt_tokens": -1}).status == 200
+
+
+def test_a_model_that_generates_has_no_embeddings(reciting):
+    for path, body in ((PATH, {"input": "a"}), ("/score", {"text_1": "a", "text_2": "b"})):
+        answer = reciting.post(path, body)
+        assert (answer.status, answer.error["code"]) == (400, "unsupported_task")
+
+
+def test_ollama_s_forms(embedder, expected):
+    told = embedder.post("/api/embed", {"model": "alias", "input": TEXTS}).json
+    assert told["embeddings"] == expected
+    assert told["prompt_eval_count"] == sum(len(tokenizer_of(embedder).encode(text)) for text in TEXTS)
+    assert embedder.post("/api/embeddings", {"model": "alias", "prompt": TEXTS[0]}).json == {"embedding": expected[0]}
+    assert embedder.post("/api/embed", {"model": "alias", "input": "b " * 500}).status == 200
+    assert embedder.post("/api/embed", {"model": "alias", "input": "b " * 500, "truncate": False}).status == 400

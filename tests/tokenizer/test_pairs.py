@@ -1,0 +1,62 @@
+"""Texts and pairs of texts, cut to a number of tokens as transformers cuts them."""
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, processors
+
+from quire import InvalidPromptError
+from quire.text.tokenizer.files import TokenizerFiles
+from quire.text.tokenizer.tokenizer import Tokenizer
+
+WORDS = {"[CLS]": 0, "[SEP]": 1, "[UNK]": 2} | {f"w{i}": 3 + i for i in range(40)}
+
+
+def backend() -> tokenizers.Tokenizer:
+    made = tokenizers.Tokenizer(models.WordLevel(WORDS, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 0), ("[SEP]", 1)]
+    )
+    return made
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return Tokenizer(TokenizerFiles(backend(), {}, {}), "made")
+
+
+def words(first: int, count: int) -> str:
+    return " ".join(f"w{i}" for i in range(first, first + count))
+
+
+@pytest.mark.parametrize("max_tokens", [None, 1, 2, 3, 5, 9, 12, 30])
+@pytest.mark.parametrize("num", [0, 1, 7, 20])
+def test_a_text_keeps_its_first_tokens_and_the_special_ones(
+    tokenizer: Tokenizer, num: int, max_tokens: int | None
+) -> None:
+    oracle = backend()
+    if max_tokens is not None and max_tokens >= 2:
+        oracle.enable_truncation(max_tokens)
+    expected = oracle.encode(words(0, num)).ids
+    assert tokenizer.encode_cut(words(0, num), max_tokens) == expected[:max_tokens]
+
+
+@pytest.mark.parametrize("max_tokens", [None, 4, 5, 6, 9, 10, 15, 30])
+@pytest.mark.parametrize(("num_first", "num_second"), [(1, 1), (3, 12), (12, 3), (9, 9), (8, 9), (0, 6)])
+def test_the_longer_text_of_a_pair_is_cut_first(
+    tokenizer: Tokenizer, num_first: int, num_second: int, max_tokens: int | None
+) -> None:
+    oracle = backend()
+    if max_tokens is not None:
+        oracle.enable_truncation(max_tokens, strategy="longest_first")
+    first, second = words(0, num_first), words(20, num_second)
+    expected = oracle.encode(first, second)
+    ids, types = tokenizer.encode_pair(first, second, max_tokens)
+    assert (ids, types) == (expected.ids, expected.type_ids)
+
+
+def test_invalid_unicode_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidPromptError, match="not valid Unicode"):
+        tokenizer.encode_cut("a\ud800", None)
+    with pytest.raises(InvalidPromptError, match="not valid Unicode"):
+        tokenizer.encode_pair("a", "b\ud800", 4)
