@@ -46,6 +46,8 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     """For each of `token_ids`, log-probabilities by token id: first the token itself, then the likeliest tokens, in the
     number that was requested."""
+    accepted_drafts: list[int] = field(default_factory=list)
+    """Places in `token_ids` of the tokens that were proposed before the model drew them."""
 
     @property
     def finished(self) -> bool:
@@ -62,6 +64,18 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By drafter, the number of drafts that were verified, and of those that were right."""
+
+    def count_drafts(self, drafter: str, num_drafts: int, num_accepted: int) -> None:
+        """Count drafts of this drafter."""
+        num_before, num_accepted_before = self.drafts.get(drafter, (0, 0))
+        self.drafts[drafter] = num_before + num_drafts, num_accepted_before + num_accepted
+
+    @property
+    def num_drafts(self) -> tuple[int, int]:
+        """The numbers for all drafters together."""
+        return sum(given for given, _ in self.drafts.values()), sum(right for _, right in self.drafts.values())
 
 
 @dataclass(slots=True)
@@ -124,6 +138,33 @@ class AdapterStats:
     num_generated_tokens: int = 0
 
 
+@dataclass(slots=True)
+class DraftStats:
+    """Drafts that were verified, of one drafter."""
+
+    num_accepted_at: list[int]
+    """How many were right, by position among the drafts of a sequence."""
+    num_drafts: int = 0
+    """How often drafts of a sequence were verified."""
+    num_tokens: int = 0
+
+    @property
+    def num_accepted(self) -> int:
+        """How many were right."""
+        return sum(self.num_accepted_at)
+
+    def add(self, num_tokens: int, num_accepted: int) -> None:
+        """Of this number of drafts of a sequence, the first `num_accepted` were right."""
+        self.num_drafts += 1
+        self.num_tokens += num_tokens
+        for position in range(num_accepted):
+            self.num_accepted_at[position] += 1
+
+    def copy(self) -> DraftStats:
+        """The same counts, which change no more."""
+        return DraftStats(list(self.num_accepted_at), self.num_drafts, self.num_tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Statistics of the engine at one moment; counters run since the engine was made."""
@@ -152,6 +193,8 @@ class EngineStats:
     """Tokens queried, hit (by place), missed (by reason), evicted and spilled; see docs/kv-cache.md."""
     adapters: dict[str, AdapterStats] = field(default_factory=dict)
     """By name, the LoRA adapters that were used."""
+    drafts: dict[str, DraftStats] = field(default_factory=dict)
+    """By drafter, if any of its drafts was verified."""
 
     @property
     def kv_cache_usage(self) -> float:

@@ -9,6 +9,7 @@ from typing import TypeAlias
 from quire.common.batch import Batch
 from quire.common.faults import fault_point
 from quire.common.log import logger
+from quire.common.outputs import DraftStats
 from quire.config.speculative import SpeculativeConfig
 from quire.engine.drafting.drafters import Drafter
 from quire.engine.drafting.lengths import best_lengths
@@ -74,26 +75,6 @@ class SequenceDrafts:
         self.num_failures = min(self.num_failures + 1, 10)
 
 
-class DraftStats:
-    """Counts of all drafts that were verified."""
-
-    def __init__(self, most: int) -> None:
-        self.num_drafts = 0
-        """How often drafts of a sequence were verified."""
-        self.num_tokens = 0
-        self.num_accepted = 0
-        self.num_accepted_at = [0] * most
-        """By position among the drafts of a sequence."""
-
-    def add(self, num_drafts: int, num_accepted: int) -> None:
-        """Of this number of drafts of a sequence, the first `num_accepted` were right."""
-        self.num_drafts += 1
-        self.num_tokens += num_drafts
-        self.num_accepted += num_accepted
-        for position in range(num_accepted):
-            self.num_accepted_at[position] += 1
-
-
 class Drafting:
     """Owns the drafters, and what was learned about drafts and about the time of rows. Of a sequence it changes
     `drafting` alone, which it reads again when the step's result is committed. Of each sequence the draft is verified
@@ -102,7 +83,7 @@ class Drafting:
 
     def __init__(self, drafters: Sequence[Drafter], config: SpeculativeConfig, max_model_len: int) -> None:
         self.row_times = RowTimes()
-        self.stats = DraftStats(config.num_speculative_tokens)
+        self.stats = {each.name: DraftStats([0] * config.num_speculative_tokens) for each in drafters}
         self._drafters = drafters
         self._config = config
         self._max_model_len = max_model_len
@@ -126,8 +107,8 @@ class Drafting:
     def observe(self, seq: Seq, num_drafts: int, num_accepted: int) -> None:
         """Of this number of drafts of a sequence, the first `num_accepted` were right, and the next was not."""
         known = seq.drafting
-        self.stats.add(num_drafts, num_accepted)
         if known is not None:
+            self.stats[known.drafter].add(num_drafts, num_accepted)
             for trust in (known.trust[known.drafter], self._trust[known.drafter]):
                 trust.observe(known.odds[:num_drafts], num_accepted)
             if num_accepted:

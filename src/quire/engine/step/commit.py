@@ -63,8 +63,9 @@ class Committer:
                 accepted = _accepted_drafts(scheduled, result.token_ids[draws.start : draws.stop])
                 end += len(accepted) - scheduled.num_drafts
                 token_ids, draws = token_ids + accepted, draws[: len(accepted) + 1]
-                if self.drafting is not None:
+                if self.drafting is not None and seq.drafting is not None:
                     self.drafting.observe(seq, scheduled.num_drafts, len(accepted))
+                    group.metrics.count_drafts(seq.drafting.drafter, scheduled.num_drafts, len(accepted))
             seq.num_computed_tokens = end
             publish(scheduled.seq_id, token_ids, end)
             if counts_tokens:
@@ -114,7 +115,9 @@ class Committer:
                 self._append(group, sample, result, draw)
         else:
             for draw in draws[:-1] if len(draws) > 1 else ():
+                place = seq.num_output_tokens
                 self._append(group, seq, result, draw, jumps=False)  # later draws depend on it: nothing comes between
+                seq.output.accepted_drafts += range(place, seq.num_output_tokens)
                 if seq.status.is_finished:
                     return True
             self._append(group, seq, result, draws[-1])
