@@ -10,12 +10,13 @@ from typing import Any
 
 from quire.common.errors import ConfigError
 
-SOURCES = ("prediction", "own", "recent")
+PREDICTION = "prediction"
+SOURCES = (PREDICTION, "own", "recent")
 METHODS: Mapping[str, tuple[str, ...]] = {
     "auto": SOURCES,
     "suffix": SOURCES,
     "ngram": ("own",),
-    "prediction": ("prediction",),
+    "prediction": (PREDICTION,),
     "off": (),
 }
 """By method, where drafts are looked up: in the request's `prediction`, its own tokens, its tenant's recent outputs."""
