@@ -46,8 +46,9 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     """For each of `token_ids`, log-probabilities by token id: first the token itself, then the likeliest tokens, in the
     number that was requested."""
-    accepted_drafts: list[int] = field(default_factory=list)
-    """Places in `token_ids` of the tokens that were proposed before the model drew them."""
+    accepted_drafts: list[int] = field(default_factory=list, compare=False)
+    """Places in `token_ids` of the tokens that were proposed before the model drew them. Which these are depends on the
+    load; outputs that differ only in them are equal."""
 
     @property
     def finished(self) -> bool:

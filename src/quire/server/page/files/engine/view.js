@@ -223,6 +223,7 @@ export class EngineView {
       ["Waiting", count(counters.waiting), counters.swapped ? `+ ${counters.swapped} swapped` : ""],
       ["Cache in use", `${((100 * counters.used_blocks) / mirror.setup.num_blocks).toFixed(1)} %`, ""],
       ["Prefix hits", `${(100 * hitRate).toFixed(0)} %`, ""],
+      ["Drafts accepted", counters.drafts ? `${((100 * counters.accepted_drafts) / counters.drafts).toFixed(0)} %` : "–", counters.drafts ? `of ${count(counters.drafts)}` : ""],
       ["Preemptions", count(counters.preemptions), counters.preemptions_by_swap ? `${counters.preemptions_by_swap} by swap` : ""],
       ["Evicted", count(counters.prefix_evicted), "tokens"],
     ];
