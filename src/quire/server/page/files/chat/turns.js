@@ -11,7 +11,7 @@ export function makeTurn(node, { act, place, toolName, isPlain }) {
   const text = element("div", { class: "text" });
   const foot = element("div", { class: "turn-foot" });
   const root = element("article", { class: `turn ${node.role}`, "aria-label": title, "data-node": node.id }, element("h2", {}, title), text, foot);
-  const shown = node.role === "assistant" ? new Shown(root, text, { isPlain, isMarked: Boolean(node.marks) }) : null;
+  const shown = node.role === "assistant" ? new Shown(root, text, { isPlain, isMarked: Array.isArray(node.marks) }) : null;
   const turn = { root, text, foot, shown, node };
   if (shown) {
     if (node.reasoning) shown.think(node.reasoning);
@@ -88,7 +88,7 @@ class Shown {
   // A whole text, with the lengths of its parts as `Answer` keeps them.
   rewrite(text, marks) {
     let start = 0;
-    (marks ?? []).forEach((length, i) => {
+    (this.isMarked ? marks : []).forEach((length, i) => {
       this.write(text.slice(start, start + length), i % 2 === 1);
       start += length;
     });

@@ -223,7 +223,6 @@ export class EngineView {
       ["Waiting", count(counters.waiting), counters.swapped ? `+ ${counters.swapped} swapped` : ""],
       ["Cache in use", `${((100 * counters.used_blocks) / mirror.setup.num_blocks).toFixed(1)} %`, ""],
       ["Prefix hits", `${(100 * hitRate).toFixed(0)} %`, ""],
-      ["Drafts accepted", counters.drafts ? `${((100 * counters.accepted_drafts) / counters.drafts).toFixed(0)} %` : "–", counters.drafts ? `of ${count(counters.drafts)}` : ""],
       ["Preemptions", count(counters.preemptions), counters.preemptions_by_swap ? `${counters.preemptions_by_swap} by swap` : ""],
       ["Evicted", count(counters.prefix_evicted), "tokens"],
     ];
@@ -246,6 +245,7 @@ export class EngineView {
       .filter((reason) => counters[`prefix_missed_${reason}`])
       .map((reason) => `${count(counters[`prefix_missed_${reason}`])} ${reason.replace("_", " ")}`);
     setText(byId("speed-note"), `Solid: ${count(counters.generated_tokens)} generated tokens in total. Dashed, with its own scale: ${count(counters.prompt_tokens)} prompt tokens. `
+      + (counters.drafts ? `Of ${plural(counters.drafts, "draft")}, ${count(counters.accepted_drafts)} were accepted. ` : "")
       + (misses.length ? `Prompt tokens not found in the cache: ${misses.join(", ")}.` : ""));
   }
 
