@@ -99,7 +99,7 @@ class Committer:
             else:
                 self._finish(group, seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
             return True
-        if seq.num_computed_tokens == seq.num_prompt_tokens:
+        if not seq.output.token_ids:
             self._fork_samples(group, seq)
         if result.errors and any(draw in result.errors for draw in draws):
             reason = next(result.errors[draw] for draw in draws if draw in result.errors)
@@ -126,7 +126,8 @@ class Committer:
     def _fork_samples(self, group: SequenceGroup, seq: Sequence) -> None:
         """The prompt is computed: from here on each sample is a sequence of its own."""
         self._note_prompt(group, seq)
-        self.requests.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+        num_computed = min(seq.num_computed_tokens, seq.num_prompt_tokens)  # accepted drafts may follow
+        self.requests.blocks.publish_tail(seq.seq_id, seq.token_ids, num_computed)
         if group.search is None:  # beams are forked where they diverge
             group.seqs += [self.requests.fork(group, seq, draw) for draw in seq.draws[1:]]
         if len(seq.draws) > 1:

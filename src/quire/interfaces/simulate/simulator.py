@@ -7,13 +7,15 @@ from quire.common.batch import Batch, Draw
 from quire.common.params import SamplingParams
 from quire.config.kv_cache import KVCacheConfig
 from quire.config.scheduler import SchedulerConfig
+from quire.config.speculative import SpeculativeConfig
+from quire.engine.drafting.drafting import Drafting
 from quire.engine.requests.output import OutputBuilder, SampleOutput
 from quire.engine.requests.sequence import Sequence, SequenceGroup
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.step.commit import Committer
 from quire.interfaces.simulate.arrivals import Arrivals
 from quire.interfaces.simulate.beams import BeamChurn, ChurningBeams
-from quire.interfaces.simulate.fake_model import CostModel, FakeModel
+from quire.interfaces.simulate.fake_model import CostModel, FakeDrafter, FakeModel
 from quire.interfaces.simulate.record import Record
 from quire.interfaces.simulate.trace import MAX_WIDTH, TraceRequest
 from quire.kv.block_space_manager import BlockSpaceManager
@@ -33,16 +35,30 @@ class Simulator:
         enable_prefix_caching: bool = True,
         cost: CostModel | None = None,
         churn: BeamChurn | None = None,
+        acceptance: float | None = None,
+        draft_length: int = 4,
     ) -> None:
+        """With an `acceptance`, up to `draft_length` tokens of a sequence are drafted in each step, and each draft is
+        right with this probability if those before it are."""
         self.now_s = 0.0
         self.cost = cost or CostModel()
         self.blocks = BlockSpaceManager(kv_cache, enable_prefix_caching=enable_prefix_caching)
+        self.model = FakeModel(lambda seq_id: self._owner(seq_id)[1].token_ids)
+        drafting = None
+        if acceptance is not None:
+            speculation = SpeculativeConfig(num_speculative_tokens=draft_length)
+            drafting = Drafting([FakeDrafter(self.model, acceptance)], speculation, kv_cache.max_tokens)
         self.scheduler = Scheduler(
-            scheduler, self.blocks, clock=lambda: self.now_s, block_copy_s=self.cost.swapped_block_s
+            scheduler,
+            self.blocks,
+            clock=lambda: self.now_s,
+            block_copy_s=self.cost.swapped_block_s,
+            drafting=drafting,
         )
         self.requests = self.scheduler.requests
-        self.committer = Committer(self.requests, max_model_len=kv_cache.max_tokens, clock=lambda: self.now_s)
-        self.model = FakeModel(lambda seq_id: self._owner(seq_id)[1].token_ids)
+        self.committer = Committer(
+            self.requests, max_model_len=kv_cache.max_tokens, clock=lambda: self.now_s, drafting=drafting
+        )
         self.churn = churn or BeamChurn()
         self.record = Record()
         self.arrivals = Arrivals(())
@@ -71,7 +87,7 @@ class Simulator:
         self._note(batch, contended)
         step_s = self.cost.seconds(batch)
         self.now_s += step_s
-        self.scheduler.step_time.observe(batch.num_tokens, step_s)
+        self.scheduler.observe(batch, step_s)
         changed = self.committer.commit(batch, self.model.execute(batch))
         for group in changed:
             if group.is_finished:
