@@ -69,6 +69,27 @@ def test_a_stream_says_the_same(client: OpenAI) -> None:
     assert all(chunk.usage is None for chunk in chunks)
 
 
+def test_a_predicted_output_is_the_same_and_counted(client: OpenAI) -> None:
+    asked = {"model": MODEL, "messages": QUESTION, "temperature": 0}
+    plain = client.chat.completions.create(**asked)
+    text = plain.choices[0].message.content
+    prediction = {"type": "content", "content": [{"type": "text", "text": text}]}
+    answers = [client.chat.completions.create(**asked, prediction=prediction) for _ in range(3)]
+    assert {answer.choices[0].message.content for answer in answers} == {text}
+    details = [answer.usage.completion_tokens_details for answer in answers]
+    assert all(each.accepted_prediction_tokens < plain.usage.completion_tokens for each in details)
+    assert sum(each.accepted_prediction_tokens for each in details) > 0
+    assert all(each.rejected_prediction_tokens >= 0 for each in details)
+    with client.chat.completions.create(
+        **asked, prediction={"type": "content", "content": text}, stream=True, stream_options={"include_usage": True}
+    ) as stream:
+        *_, last = stream
+    assert last.usage.completion_tokens_details.accepted_prediction_tokens >= 0
+    with pytest.raises(openai.BadRequestError, match="prediction") as refused:
+        client.chat.completions.create(**asked, prediction={"type": "content", "content": 5})
+    assert refused.value.param.startswith("prediction")
+
+
 def test_the_stream_helper_builds_the_whole_answer(client: OpenAI) -> None:
     with client.chat.completions.stream(model=MODEL, messages=QUESTION, temperature=0) as stream:
         deltas = [event.delta for event in stream if event.type == "content.delta"]

@@ -243,7 +243,14 @@ def test_parameters_go_with_the_request_and_with_the_conversation(page: Page) ->
 
 
 def test_accepted_drafts_are_marked_and_rejected_ones_counted(page: Page) -> None:
-    parts = [("def ", False), ("area", True), ("(r):\n", True), ("    return <b>", False), (" **3**", True), (" r", False)]
+    parts = [
+        ("def ", False),
+        ("area", True),
+        ("(r):\n", True),
+        ("    return <b>", False),
+        (" **3**", True),
+        (" r", False),
+    ]
     drafted = {False: {}, True: {"drafted": True}}
     chunks = [{"choices": [{"index": 0, "delta": {"content": text}, **drafted[mark]}]} for text, mark in parts]
     says_chunks(page, chunks, timings={"decode_s": 0.5, "num_drafts": 9, "num_accepted_drafts": 4})

@@ -84,7 +84,9 @@ def test_drafts_are_counted_by_drafter_under_vllms_names() -> None:
     assert output.outputs[0].token_ids == plain.outputs[0].token_ids
     name, drafter = "vllm:spec_decode_num_", "['prediction']"
     assert name + "drafts" + drafter not in before
-    (drafts, tokens, accepted) = (found[name + kind + drafter] for kind in ("drafts", "draft_tokens", "accepted_tokens"))
+    (drafts, tokens, accepted) = (
+        found[name + kind + drafter] for kind in ("drafts", "draft_tokens", "accepted_tokens")
+    )
     assert isinstance(accepted, Counter)
     by_position = found[name + "accepted_tokens_per_pos" + drafter]
     assert isinstance(by_position, Vector)

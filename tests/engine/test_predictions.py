@@ -20,7 +20,9 @@ def llm() -> LLM:
 
 
 def params(**fields: object) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 24, "temperature": 0.8, "seed": 7, "logprobs": 2, "ignore_eos": True} | fields)
+    return SamplingParams(
+        **{"max_tokens": 24, "temperature": 0.8, "seed": 7, "logprobs": 2, "ignore_eos": True} | fields
+    )
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -104,9 +106,8 @@ def test_predictions_pass_between_the_processes() -> None:
         args = EngineArgs(num_gpu_blocks_override=64, max_model_len=256, speculative_config=FIXED)
         llm = await AsyncLLM.from_args(args)
         try:
-            async for plain in llm.generate(PROMPTS[0], params(output_kind="final_only"), "a"):
-                pass
-            token_ids = plain.outputs[0].token_ids
+            whole = [output async for output in llm.generate(PROMPTS[0], params(output_kind="final_only"), "a")]
+            token_ids = whole[0].outputs[0].token_ids
             asked = params(output_kind="delta", prediction=token_ids)
             found, drafts = list[int](), list[int]()
             async for output in llm.generate(PROMPTS[0], asked, "b"):

@@ -1,4 +1,4 @@
-"""The `prediction` of chats and completions: what counts as accepted and rejected, and drafts that are marked in streams."""
+"""The `prediction` of chats and completions, its counts, and drafts that are marked in streams."""
 
 import pytest
 
@@ -155,5 +155,3 @@ def test_any_text_may_be_predicted(content):
 def test_an_engine_without_drafts_ignores_predictions():
     usage = asked(predicting(config={"method": "off"}), COMPLETIONS, prediction=REPLY).json["usage"]
     assert details(usage) == (0, 0)
-
-
