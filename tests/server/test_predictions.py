@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.scripted_engine import scripted_llm
-from tests.server.in_process import SayingExecutor, Server, serve
+from tests.server.in_process import Server, saying
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 REPLY = "The cat sat on the mat, and the dog lay beside it. é😀 Then both slept."
@@ -11,13 +10,9 @@ WRONG = "Nothing of the kind was said."
 ALL = {"method": "prediction", "num_speculative_tokens": 4, "adaptive": False}
 
 
-def predicting(reply: str = REPLY, config: dict | None = None) -> Server:
-    """Over a model that says `reply`, whose drafts are all verified."""
-    llm, executor = scripted_llm(speculative_config=ALL if config is None else config)
-    said = SayingExecutor(executor.tokenizer)
-    said.reply = reply
-    llm.engine.executor = said
-    return serve(llm.engine, said)
+def predicting(config: dict | None = None) -> Server:
+    """Over a model that says `REPLY`, whose drafts are all verified."""
+    return saying(REPLY, speculation=ALL if config is None else config)
 
 
 def asked(server: Server, path: str, **fields):

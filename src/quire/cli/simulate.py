@@ -117,13 +117,8 @@ def _simulator(options: argparse.Namespace) -> Simulator:
         tenant_weights=options.tenant_weights or {},
         target_step_ms=options.target_step_ms,
     )
-    return Simulator(
-        cache,
-        limits,
-        enable_prefix_caching=not options.no_prefix_caching,
-        acceptance=options.acceptance,
-        draft_length=options.draft_length,
-    )
+    drafts = {"acceptance": options.acceptance, "draft_length": options.draft_length}
+    return Simulator(cache, limits, enable_prefix_caching=not options.no_prefix_caching, **drafts)
 
 
 def _print(figures: Mapping[str, Any], as_json: bool) -> None:

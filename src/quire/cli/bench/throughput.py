@@ -71,10 +71,10 @@ def load_for_bench(options: argparse.Namespace) -> LLM:
 def acceptance(before: EngineStats, after: EngineStats) -> dict[str, Any]:
     """Return how many drafts were verified and accepted between two moments, and the mean number of tokens that a
     verification of drafts gave, which vLLM calls the mean acceptance length."""
-    counts = [sum(getattr(each, name) for each in after.drafts.values())
-              - sum(getattr(each, name) for each in before.drafts.values())
-              for name in ("num_drafts", "num_tokens", "num_accepted")]  # fmt: skip
-    num_drafts, num_tokens, num_accepted = counts
+    num_drafts, num_tokens, num_accepted = (
+        sum(getattr(each, name) * sign for stats, sign in ((after, 1), (before, -1)) for each in stats.drafts.values())
+        for name in ("num_drafts", "num_tokens", "num_accepted")
+    )
     length = round(1 + num_accepted / num_drafts, 2) if num_drafts else None
     return {"drafted_tokens": num_tokens, "accepted_tokens": num_accepted, "mean_acceptance_length": length}
 

@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message at the beginning of the conversation")
     parser.add_argument(
-        "--speculate", action="store_true", help="show what came from accepted drafts; --speculative-config chooses them"
+        "--speculate",
+        action="store_true",
+        help="show what came from accepted drafts; --speculative-config chooses them",
     )
     add_lora_argument(parser)
     add_sampling_arguments(parser)
@@ -93,12 +95,12 @@ class ChatSession:
         llm: LLM,
         params: SamplingParams,
         system: str | None,
-        lora_request: AnyAdapter = None,
+        lora: AnyAdapter = None,
         *,
         shows_drafts: bool = False,
     ) -> None:
         self._llm = llm
-        self._lora_request = lora_request
+        self._lora_request = lora
         self._params = params
         self._system = system
         self._shows_drafts = shows_drafts

@@ -49,16 +49,11 @@ class Simulator:
             speculation = SpeculativeConfig(num_speculative_tokens=draft_length)
             drafting = Drafting([FakeDrafter(self.model, acceptance)], speculation, kv_cache.max_tokens)
         self.scheduler = Scheduler(
-            scheduler,
-            self.blocks,
-            clock=lambda: self.now_s,
-            block_copy_s=self.cost.swapped_block_s,
-            drafting=drafting,
+            scheduler, self.blocks, clock=self._clock, block_copy_s=self.cost.swapped_block_s, drafting=drafting
         )
         self.requests = self.scheduler.requests
-        self.committer = Committer(
-            self.requests, max_model_len=kv_cache.max_tokens, clock=lambda: self.now_s, drafting=drafting
-        )
+        max_len = kv_cache.max_tokens
+        self.committer = Committer(self.requests, max_model_len=max_len, clock=self._clock, drafting=drafting)
         self.churn = churn or BeamChurn()
         self.record = Record()
         self.arrivals = Arrivals(())
@@ -66,6 +61,9 @@ class Simulator:
         self._new: dict[str, int] = {}  # length of the history of each request that waits for its first step
         self._backlog: Counter[str] = Counter()  # number of those requests of each tenant
         self._prefix_lens: dict[int | None, int] = {}  # length of each group's prefix of which computation has begun
+
+    def _clock(self) -> float:
+        return self.now_s
 
     def run(self, trace: Iterable[TraceRequest]) -> Record:
         """Run all requests of a trace, sorted by arrival, to their end."""
