@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quire.common.errors import CheckpointError, ConfigError, nearest_name
 from quire.common.progress import hub_bar
@@ -115,7 +116,7 @@ class Location:
         from huggingface_hub.utils.tqdm import tqdm
 
         # The hub's error derives from the general one of the library that it uses for HTTP: requests, httpx or httpx2.
-        errors = (*HfHubHTTPError.__bases__, HFValidationError, OSError, ValueError)
+        errors: tuple[Any, ...] = (*HfHubHTTPError.__bases__, HFValidationError, OSError, ValueError)
         try:
             folder = huggingface_hub.snapshot_download(
                 hub_id,
