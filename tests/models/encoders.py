@@ -22,6 +22,9 @@ MODERN = BERT | {"local_attention": 8, "num_hidden_layers": 4, "max_position_emb
 MODERN |= {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
 ROTATED = BERT | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
 
+DEBERTA = BERT | {"relative_attention": True, "share_att_key": True, "pos_att_type": "p2c|c2p"}
+DEBERTA_V3 = {"position_biased_input": False, "position_buckets": 8, "norm_rel_ebd": "layer_norm"}
+
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "albert": ("Albert", NARROW),
     "albert-groups": ("Albert", NARROW | {"num_hidden_groups": 2, "num_hidden_layers": 4}),
@@ -29,6 +32,11 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert-gelu-new": ("Bert", BERT | {"hidden_act": "gelu_new"}),
     "bert-relu": ("Bert", BERT | {"hidden_act": "relu", "type_vocab_size": 3}),
     "camembert": ("Camembert", BERT),
+    "deberta-v2": ("DebertaV2", DEBERTA | {"max_relative_positions": 12, "type_vocab_size": 2}),
+    "deberta-v2-c2p": ("DebertaV2", DEBERTA | {"pos_att_type": ["c2p"], "max_relative_positions": 64}),
+    "deberta-v2-plain": ("DebertaV2", BERT),
+    "deberta-v3": ("DebertaV2", DEBERTA | DEBERTA_V3),
+    "deberta-v3-p2c": ("DebertaV2", DEBERTA | DEBERTA_V3 | {"pos_att_type": "p2c"}),
     "distilbert": ("DistilBert", DISTIL),
     "electra": ("Electra", NARROW),
     "electra-wide": ("Electra", BERT | {"embedding_size": 32}),

@@ -83,6 +83,7 @@ _ENCODERS = {
     "Albert": "albert:Albert",
     "Bert": "bert:Bert",
     "Camembert": "roberta:Roberta",
+    "DebertaV2": "deberta_v2:DebertaV2",
     "DistilBert": "distilbert:DistilBert",
     "Electra": "electra:Electra",
     "Gte": "rotated:Gte",
@@ -127,7 +128,7 @@ def supported_architecture(hf: HFConfig) -> str:
         ).lower()
         for name in (*MODELS, *POOLING_MODELS)
     }
-    if named is None and isinstance(model_type, str) and model_type.replace("_", "").lower() not in families:
+    if named is None and isinstance(model_type, str) and re.sub("[_-]", "", model_type).lower() not in families:
         raise unsupported(model_type, f"{hf.source}: ")
     raise CheckpointError(f"{hf.source}: 'architectures' is {named!r}, but must be a list that names the model's class")
 
