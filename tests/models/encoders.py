@@ -57,5 +57,22 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Family, and fields of its config."""
 
-CLASSIFIERS = ("Gemma2", "Llama", "Mistral", "Qwen2", "Qwen3")
-"""Families of decoders that classify by their last token."""
+_GROUPED = BERT | {"num_key_value_heads": 2, "head_dim": 8}
+_GEMMA = _GROUPED | {
+    "query_pre_attn_scalar": 8,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+_GEMMA |= {"num_hidden_layers": 2, "bos_token_id": 2, "eos_token_id": 3}
+
+BOTH_WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "embeddinggemma": ("Gemma3Text", _GEMMA | {"use_bidirectional_attention": True}),
+    "llama-both-ways": ("Llama", _GROUPED | {"is_causal": False}),
+    "mistral-both-ways": ("Mistral", _GROUPED | {"is_causal": False, "sliding_window": 6}),
+    "qwen2-both-ways": ("Qwen2", _GROUPED | {"is_causal": False, "use_sliding_window": False}),
+    "qwen3-both-ways": ("Qwen3", _GROUPED | {"is_causal": False}),
+}
+"""Decoders whose config lets tokens see each other in both directions."""
+
+DECODERS = ("Gemma2", "Gemma3Text", "Llama", "Mistral", "Qwen2", "Qwen3")
+"""Families of decoders that embed and classify by their last token."""

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from quire import LLM, CheckpointError, UnsupportedModelError
 from quire.text.tokenizer.tokenizer import Tokenizer
-from tests.models.encoders import BERT, CLASSIFIERS, MODERN
+from tests.models.encoders import BERT, DECODERS, MODERN
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(92))]
 TEXTS = ["w1 w2 w3", "w4", "w7 w8 w9 w10 w11"]
@@ -104,7 +104,7 @@ def test_encoders_classify(kind: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(output.outputs.probs, oracle(ids_of(text)).logits[0].softmax(-1), atol=1e-5)
 
 
-@pytest.mark.parametrize("family", CLASSIFIERS)
+@pytest.mark.parametrize("family", DECODERS)
 def test_decoders_classify_by_their_last_token(family: str, tmp_path: Path) -> None:
     fields = LLAMA | {"head_dim": 8} if family in ("Gemma2", "Qwen3") else LLAMA
     oracle = save(tmp_path, f"{family}ForSequenceClassification", fields)

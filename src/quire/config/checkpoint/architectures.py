@@ -101,14 +101,29 @@ _HEADS = {
     "Model": "Model",
 }
 """What a checkpoint was saved with -> what is run of it."""
-POOLING_MODELS = {
-    f"{family}{head}": f"quire.models.families.encoders.{path}{kept}"
-    for family, path in _ENCODERS.items()
-    for head, kept in _HEADS.items()
-} | {
-    f"{family}ForSequenceClassification": f"quire.models.pooling.classifiers:{family}ForSequenceClassification"
-    for family in ("Gemma2", "Llama", "Mistral", "Qwen2", "Qwen3")
-}
+POOLING_MODELS = (
+    {
+        f"{family}{head}": f"quire.models.families.encoders.{path}{kept}"
+        for family, path in _ENCODERS.items()
+        for head, kept in _HEADS.items()
+    }
+    | {
+        name: f"quire.models.pooling.decoders:{name}"
+        for name in (
+            *(
+                f"{family}{kind}"
+                for family in ("Gemma2", "Gemma3Text", "Llama", "Mistral", "Qwen2", "Qwen3")
+                for kind in ("Model", "ForSequenceClassification")
+            ),
+            "Qwen2ForRewardModel",
+            "Qwen2ForProcessRewardModel",
+        )
+    }
+    | {
+        "BgeM3EmbeddingModel": "quire.models.families.encoders.roberta:BgeM3EmbeddingModel",
+        "HF_ColBERT": "quire.models.families.encoders.bert:ColBert",
+    }
+)
 """The same for architectures that make embeddings, scores or classes of texts, and do not generate."""
 
 
@@ -119,24 +134,18 @@ def supported_architecture(hf: HFConfig) -> str:
     if isinstance(named, list) and named and isinstance(named[0], str):
         if named[0] in MODELS or named[0] in POOLING_MODELS:
             return named[0]
-        raise unsupported(named[0], f"{hf.source}: ")
-    families = {
-        re.sub(
-            "(Model|For(CausalLM|ConditionalGeneration|MaskedLM|(Sequence|Token)Classification))$|LMHeadModel$",
-            "",
-            name,
-        ).lower()
-        for name in (*MODELS, *POOLING_MODELS)
-    }
+        raise unsupported(named[0], f"{hf.source}: ", needs_code=hf.get("auto_map") is not None)
+    families = {re.sub(r"(For[A-Z]\w*|LMHeadModel|Model)$", "", name).lower() for name in (*MODELS, *POOLING_MODELS)}
     if named is None and isinstance(model_type, str) and re.sub("[_-]", "", model_type).lower() not in families:
         raise unsupported(model_type, f"{hf.source}: ")
     raise CheckpointError(f"{hf.source}: 'architectures' is {named!r}, but must be a list that names the model's class")
 
 
-def unsupported(name: str, where: str = "") -> UnsupportedModelError:
-    """The error for an architecture that Quire does not run."""
+def unsupported(name: str, where: str = "", *, needs_code: bool = False) -> UnsupportedModelError:
+    """The error for an architecture that Quire does not run. `needs_code`: it is defined in the checkpoint alone."""
     known = ", ".join(sorted((*MODELS, *POOLING_MODELS)))
+    why = ": it is defined by code that comes with the checkpoint (auto_map)" if needs_code else ""
     return UnsupportedModelError(
-        f"{where}the architecture {name[:80]!r} is not supported (supported: {known}; "
+        f"{where}the architecture {name[:80]!r} is not supported{why} (supported: {known}; "
         "a checkpoint's own Python code is never run)"
     )

@@ -144,9 +144,7 @@ class Decoder(CausalLM):
         """Of layer number `layer`: here full attention without biases."""
         num_heads, num_kv_heads, head_dim = read_heads(hf, cls.default_head_dim)
         rope, is_causal = cls.rope_shape(hf, layer, head_dim), hf.flag("is_causal", True)
-        return AttentionShape(
-            num_heads, num_kv_heads, head_dim, scale=head_dim**-0.5, rope=rope, is_causal=is_causal
-        )
+        return AttentionShape(num_heads, num_kv_heads, head_dim, scale=head_dim**-0.5, rope=rope, is_causal=is_causal)
 
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:

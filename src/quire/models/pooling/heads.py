@@ -76,6 +76,8 @@ class HeadShape:
     """The row that a text is classified by: `first`, `last`, or a way of kernels.pool_rows."""
 
 
+REWARD_HEAD = HeadShape(has_dense=True, activation="relu")
+"""Of the reward models of Qwen2.5-Math (Yang et al. 2024)."""
 HEAD_NAMES = (
     (r"^(?:\w+\.)?pooler\.dense\.(weight|bias)$", r"head.dense.\1"),
     (r"^(?:\w+\.)?pooler\.(weight|bias)$", r"head.dense.\1"),

@@ -33,3 +33,4 @@ class Bert(Encoder):
 BertModel = pooled(Bert, Kind.EMBED)
 BertForSequenceClassification = pooled(Bert, Kind.CLASSIFY)
 BertForTokenClassification = pooled(Bert, Kind.TOKEN_CLASSIFY)
+ColBert = pooled(Bert, Kind.TOKEN_EMBED)

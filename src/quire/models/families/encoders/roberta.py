@@ -26,3 +26,4 @@ class Roberta(Encoder):
 RobertaModel = pooled(Roberta, Kind.EMBED)
 RobertaForSequenceClassification = pooled(Roberta, Kind.CLASSIFY)
 RobertaForTokenClassification = pooled(Roberta, Kind.TOKEN_CLASSIFY)
+BgeM3EmbeddingModel = pooled(Roberta, Kind.MULTI_EMBED)
