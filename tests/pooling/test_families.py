@@ -1,4 +1,4 @@
-"""Embedders that were decoders, vectors and weights of tokens, and reward models, against transformers or the formula."""
+"""Embedders that were decoders, vectors and weights of tokens, and reward models, against transformers or formulas."""
 
 import json
 from pathlib import Path

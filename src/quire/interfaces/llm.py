@@ -235,7 +235,8 @@ class LLM:
         """Pool one text or each of a list, as `pooling_task` says, and return the outputs in the order of the texts.
 
         The model must pool (docs/embeddings.md). Prompts have the forms of `generate`, and invalid ones are handled as
-        there. `pooling_task` and `truncate_prompt_tokens` replace those of the parameters.
+        there, but for those that are too long: raises PromptTooLongError, before the first is computed, unless they are
+        to be cut. `pooling_task` and `truncate_prompt_tokens` replace those of the parameters.
         """
         given = {"task": pooling_task, "truncate_prompt_tokens": truncate_prompt_tokens}
         return self._pool(VECTORS, prompts, pooling_params, given, use_tqdm, lora_request)
@@ -287,18 +288,30 @@ class LLM:
         use_tqdm: BarChoice = True,
         pooling_params: PoolingParams | None = None,
         lora_request: AnyAdapter | Sequence[AnyAdapter] = None,
+        chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """Return how well texts fit together: one text with each of `data_2`, or each with its own.
 
-        A cross-encoder reads both texts of a pair at once. With an embedder the score is the cosine of the angle
-        between their embeddings.
+        A cross-encoder reads both texts of a pair at once, joined by the tokenizer, or by `chat_template` as messages
+        of the roles `query` and `document`. With an embedder the score is the cosine of the angle between their
+        embeddings.
         """
         pairs = ScoredPairs.of(data_1, data_2)
         given = {"task": "score", "truncate_prompt_tokens": truncate_prompt_tokens}
         if "score" in self._pooler().tasks:
-            return self._pool(SCORES, list(pairs), pooling_params, given, use_tqdm, lora_request)
+            prompts = list(pairs) if chat_template is None else [self._scored(pair, chat_template) for pair in pairs]
+            return self._pool(SCORES, prompts, pooling_params, given, use_tqdm, lora_request)
+        if chat_template is not None:
+            raise InvalidParamsError("chat_template is for models that read both texts of a pair, and this one embeds")
         texts, given["task"] = [*pairs.firsts, *pairs.seconds], "embed"
         return pairs.by_cosine(self._pool(EMBEDDINGS, texts, pooling_params, given, use_tqdm, lora_request))
+
+    def _scored(self, pair: tuple[str, str], chat_template: str) -> str:
+        """Return a pair of texts as a template joins them."""
+        messages = [{"role": role, "content": text} for role, text in zip(("query", "document"), pair, strict=True)]
+        return self.engine.tokenizer.apply_chat_template(
+            messages, chat_template=chat_template, add_generation_prompt=False
+        )
 
     def _pooler(self) -> PoolerInfo:
         """Return what the model can pool. Raises RequestError if it generates."""

@@ -19,7 +19,7 @@ _MAX_MODULES = 16
 _MAX_PROMPTS = 1024
 _FOLDER = re.compile(r"[A-Za-z0-9][\w-]*")
 _TYPE = re.compile(r"sentence_transformers(\.\w+)+|pylate\.models\.Dense\.Dense")
-"""Besides those of sentence-transformers, PyLate's layer for vectors of tokens (ColBERT), which it scales to length 1."""
+"""Besides those of sentence-transformers, PyLate's layer for vectors of tokens (ColBERT), which have length 1."""
 _TRANSFORMER_FILES = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
