@@ -182,3 +182,35 @@ def test_a_decoder_converted_to_a_classifier_reads_its_score(tmp_path: Path) -> 
         assert llm.engine.pooler.tasks == ("classify", "score")
         for text, output in zip(TEXTS, llm.reward(TEXTS, pooling_params=RAW, use_tqdm=False), strict=True):
             np.testing.assert_allclose(output.outputs.data, oracle(ids_of(text)).logits[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("kind", ["reranker", "two ways", "each token"])
+def test_a_language_model_classifies_by_the_tokens_of_answers(kind: str, is_tied: bool, tmp_path: Path) -> None:
+    oracle = save(tmp_path, "Qwen3ForCausalLM", fields_of("Qwen3") | {"tie_word_embeddings": is_tied})
+    keys: dict[str, Any] = {
+        "reranker": {"classifier_from_token": ["w5", "w9"], "is_original_qwen3_reranker": True},
+        "two ways": {"classifier_from_token": ["w5", "w9"], "method": "from_2_way_softmax"},
+        "each token": {"classifier_from_token": ["w5", "w9", "w2"]},
+    }[kind]
+    overrides = {"architectures": ["Qwen3ForSequenceClassification"], **keys}
+    with run(tmp_path, hf_overrides=overrides) as llm, torch.no_grad():
+        for text in TEXTS:
+            logits = oracle(ids_of(text)).logits[0, -1, [9, 13, 6]]
+            if kind == "each token":
+                (output,) = llm.classify(text, use_tqdm=False)
+                np.testing.assert_allclose(output.outputs.probs, logits.softmax(-1), atol=1e-4)
+            else:
+                (output,) = llm.encode(text, pooling_task="score", use_tqdm=False)
+                assert float(output.outputs.data[0]) == pytest.approx(float(logits[:2].softmax(-1)[1]), abs=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [["no", "yes"], ["w1"], "w1", [7, "w2"], []])
+def test_answers_must_be_tokens(tokens: Any, tmp_path: Path) -> None:
+    save(tmp_path, "Qwen3ForCausalLM", fields_of("Qwen3"))
+    keys = {"classifier_from_token": tokens, "method": "from_2_way_softmax"}
+    with (
+        pytest.raises(CheckpointError, match="'classifier_from_token'"),
+        run(tmp_path, hf_overrides={"architectures": ["Qwen3ForSequenceClassification"], **keys}),
+    ):
+        pass

@@ -299,19 +299,12 @@ class LLM:
         pairs = ScoredPairs.of(data_1, data_2)
         given = {"task": "score", "truncate_prompt_tokens": truncate_prompt_tokens}
         if "score" in self._pooler().tasks:
-            prompts = list(pairs) if chat_template is None else [self._scored(pair, chat_template) for pair in pairs]
+            prompts = pairs.joined(self.engine.tokenizer, chat_template)
             return self._pool(SCORES, prompts, pooling_params, given, use_tqdm, lora_request)
         if chat_template is not None:
             raise InvalidParamsError("chat_template is for models that read both texts of a pair, and this one embeds")
         texts, given["task"] = [*pairs.firsts, *pairs.seconds], "embed"
         return pairs.by_cosine(self._pool(EMBEDDINGS, texts, pooling_params, given, use_tqdm, lora_request))
-
-    def _scored(self, pair: tuple[str, str], chat_template: str) -> str:
-        """Return a pair of texts as a template joins them."""
-        messages = [{"role": role, "content": text} for role, text in zip(("query", "document"), pair, strict=True)]
-        return self.engine.tokenizer.apply_chat_template(
-            messages, chat_template=chat_template, add_generation_prompt=False
-        )
 
     def _pooler(self) -> PoolerInfo:
         """Return what the model can pool. Raises RequestError if it generates."""

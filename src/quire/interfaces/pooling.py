@@ -31,6 +31,7 @@ from quire.common.outputs import (
 from quire.common.params import PoolingParams
 from quire.engine.requests.input_processor import Prompt
 from quire.engine.requests.pooling import PoolingInputs
+from quire.text.tokenizer.tokenizer import Tokenizer
 
 PIECE = 64
 """Number of texts that a thread tokenizes before it is asked for more."""
@@ -145,6 +146,15 @@ class ScoredPairs:
 
     def __iter__(self) -> Any:
         return iter([(self.firsts[i if len(self.firsts) > 1 else 0], text) for i, text in enumerate(self.seconds)])
+
+    def joined(self, tokenizer: Tokenizer, chat_template: str | None) -> list[str | Pair]:
+        """Return the pairs, or with a template the texts that it makes of them. Raises TokenizerError for a template
+        that is wrong."""
+        if chat_template is None:
+            return list(self)
+        made = [[{"role": "query", "content": a}, {"role": "document", "content": b}] for a, b in self]
+        given: dict[str, Any] = {"chat_template": chat_template, "add_generation_prompt": False}
+        return [tokenizer.apply_chat_template(messages, **given) for messages in made]
 
     def by_cosine(self, outputs: list[EmbeddingRequestOutput]) -> list[ScoringRequestOutput]:
         """Return the scores of the pairs from the embeddings of `firsts` and then `seconds`: the cosines of their

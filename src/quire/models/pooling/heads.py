@@ -91,11 +91,12 @@ HEAD_NAMES = (
 class Head(nn.Module):
     """The logits of rows."""
 
-    def __init__(self, shape: HeadShape, hidden_size: int, num_labels: int) -> None:
+    def __init__(self, shape: HeadShape, hidden_size: int, num_labels: int, out: Dense | None = None) -> None:
+        """`out`: the layer behind all others, if it is not an ordinary one."""
         super().__init__()
         self.dense = Dense(hidden_size, hidden_size, bias=shape.dense_bias) if shape.has_dense else None
         self.norm = None if shape.norm is None else LayerNorm(hidden_size, shape.norm)
-        self.out = Dense(hidden_size, num_labels, bias=shape.out_bias)
+        self.out = out or Dense(hidden_size, num_labels, bias=shape.out_bias)
         self._activation = ACTIVATIONS[shape.activation]
 
     def forward(self, rows: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from quire.models.base import PoolingModel
 from quire.models.decoder.model import Decoder
 from quire.models.encoder.model import Encoder
 from quire.models.layers.batch_tensors import NO_CACHE, BatchTensors, LayerCache
+from quire.models.pooling.answers import TokenDense, reads_tokens, token_dense
 from quire.models.pooling.heads import HEAD_NAMES, REWARD_HEAD, HeadShape
 from quire.models.pooling.pooler import ClassPooler, EmbeddingPooler, MultiEmbeddingPooler, Pooler
 from quire.models.pooling.token_heads import COLBERT, VECTORS, WEIGHTS, read_token_head, token_head_files
@@ -67,7 +68,10 @@ class Pooled(PoolingModel):
 
     @classmethod
     def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
-        return cls.body_class.stacks(config)
+        stacks, family = cls.body_class.stacks(config), cls.body_class
+        if not issubclass(family, Decoder) or (reads_tokens(config.hf_config) and not family.ties_embeddings(config)):
+            return stacks
+        return (*stacks, Stack(r"(^|\.)lm_head\.", ()))  # nothing reads the language model head
 
     @classmethod
     def folders(cls, config: ModelConfig) -> Mapping[str, Path]:
@@ -88,7 +92,7 @@ class Pooled(PoolingModel):
             if count:
                 return f"pooler.{own}" if cls._has(own) else None
         name = cls.body_class.weight_name(checkpoint_name)
-        return None if name is None or name.startswith("lm_head.") else f"body.{name}"
+        return name if name is None or name.startswith("lm_head.") else f"body.{name}"
 
     @classmethod
     def _has(cls, head_tensor: str) -> bool:
@@ -124,8 +128,17 @@ def _make_pooler(family: type[Encoder] | type[Decoder], kind: Kind, config: Mode
         ends = (hf.token_ids(key) or frozenset() for key in ("bos_token_id", "eos_token_id"))
         return MultiEmbeddingPooler(modules, hidden_size, *heads, *ends)
     head, of_tokens = _HEADS[kind](family, hf), kind is not Kind.CLASSIFY
-    labels = num_labels(hf, 1 if kind is Kind.REWARD else 2)
-    return ClassPooler(head, hidden_size, labels, _activation(hf, kind, labels), of_tokens=of_tokens)
+    out = _answers(family, config, hidden_size) if kind is Kind.CLASSIFY else None
+    labels = num_labels(hf, 1 if kind is Kind.REWARD else 2) if out is None else out.size[0]
+    return ClassPooler(head, hidden_size, labels, _activation(hf, kind, labels), of_tokens=of_tokens, out=out)
+
+
+def _answers(family: type[Encoder] | type[Decoder], config: ModelConfig, hidden_size: int) -> TokenDense | None:
+    """The last layer of a classifier whose classes are tokens; None for others."""
+    if not issubclass(family, Decoder):
+        return None
+    source = "body.embed_tokens.weight" if family.ties_embeddings(config) else "lm_head.weight"
+    return token_dense(config, hidden_size, source)
 
 
 def _sequence_head(family: type[Encoder] | type[Decoder], hf: HFConfig) -> HeadShape:

@@ -109,14 +109,21 @@ class ClassPooler(Pooler):
     """Classes or scores of texts, or of each token."""
 
     def __init__(
-        self, shape: HeadShape, hidden_size: int, num_labels: int, activation: str | None, *, of_tokens: bool
+        self,
+        shape: HeadShape,
+        hidden_size: int,
+        num_labels: int,
+        activation: str | None,
+        *,
+        of_tokens: bool,
+        out: Dense | None = None,
     ) -> None:
-        """`activation`: what makes probabilities of logits."""
+        """`activation`: what makes probabilities of logits. `out`: the last layer, if it is not an ordinary one."""
         super().__init__()
         self.dimensions = None
         score: tuple[PoolingTask, ...] = ("score",) if num_labels == 1 else ()
         self.tasks = ("token_classify",) if of_tokens else ("classify", *score)
-        self.head = Head(shape, hidden_size, num_labels)
+        self.head = Head(shape, hidden_size, num_labels, out)
         self._mode = shape.mode
         self._activation = ACTIVATIONS[activation]
 
