@@ -234,9 +234,8 @@ class LLM:
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pool one text or each of a list, as `pooling_task` says, and return the outputs in the order of the texts.
 
-        The model must pool (docs/embeddings.md). Prompts have the forms of `generate`, and invalid ones are handled as
-        there, but for those that are too long: raises PromptTooLongError, before the first is computed, unless they are
-        to be cut. `pooling_task` and `truncate_prompt_tokens` replace those of the parameters.
+        The model must pool (docs/embeddings.md). Prompts are as for `generate`, and so are errors, but a prompt that is
+        too long raises before any is computed. `pooling_task` and `truncate_prompt_tokens` replace parameters.
         """
         given = {"task": pooling_task, "truncate_prompt_tokens": truncate_prompt_tokens}
         return self._pool(VECTORS, prompts, pooling_params, given, use_tqdm, lora_request)
@@ -292,9 +291,8 @@ class LLM:
     ) -> list[ScoringRequestOutput]:
         """Return how well texts fit together: one text with each of `data_2`, or each with its own.
 
-        A cross-encoder reads both texts of a pair at once, joined by the tokenizer, or by `chat_template` as messages
-        of the roles `query` and `document`. With an embedder the score is the cosine of the angle between their
-        embeddings.
+        A cross-encoder reads both texts at once, joined by the tokenizer, or by `chat_template` as messages of a
+        `query` and a `document`. With an embedder the score is the cosine of their embeddings.
         """
         pairs = ScoredPairs.of(data_1, data_2)
         given = {"task": "score", "truncate_prompt_tokens": truncate_prompt_tokens}

@@ -95,36 +95,31 @@ _ENCODERS = {
     "XLMRoberta": "roberta:Roberta",
 }
 _HEADS = {
-    "ForMaskedLM": "Model",
-    "ForSequenceClassification": "ForSequenceClassification",
-    "ForTokenClassification": "ForTokenClassification",
-    "Model": "Model",
+    "ForMaskedLM": "EMBED",
+    "ForSequenceClassification": "CLASSIFY",
+    "ForTokenClassification": "TOKEN_CLASSIFY",
+    "Model": "EMBED",
 }
-"""What a checkpoint was saved with -> what is run of it."""
-POOLING_MODELS = (
-    {
-        f"{family}{head}": f"quire.models.families.encoders.{path}{kept}"
-        for family, path in _ENCODERS.items()
-        for head, kept in _HEADS.items()
-    }
-    | {
-        name: f"quire.models.pooling.decoders:{name}"
-        for name in (
-            *(
-                f"{family}{kind}"
-                for family in ("Gemma2", "Gemma3Text", "Llama", "Mistral", "Qwen2", "Qwen3")
-                for kind in ("Model", "ForSequenceClassification")
-            ),
-            "Qwen2ForRewardModel",
-            "Qwen2ForProcessRewardModel",
-        )
-    }
-    | {
-        "BgeM3EmbeddingModel": "quire.models.families.encoders.roberta:BgeM3EmbeddingModel",
-        "HF_ColBERT": "quire.models.families.encoders.bert:ColBert",
-    }
-)
-"""The same for architectures that make embeddings, scores or classes of texts, and do not generate."""
+"""What a checkpoint was saved with -> the kind of model that is run of it."""
+_DECODERS = ("Gemma2", "Gemma3Text", "Llama", "Mistral", "Qwen2", "Qwen3")
+POOLING_MODELS = {
+    f"{family}{head}": f"quire.models.families.encoders.{path}:{kind}"
+    for family, path in _ENCODERS.items()
+    for head, kind in _HEADS.items()
+}
+POOLING_MODELS |= {
+    f"{family}{head}": f"{MODELS[family.removesuffix('Text') + 'ForCausalLM']}:{_HEADS[head]}"
+    for family in _DECODERS
+    for head in ("Model", "ForSequenceClassification")
+}
+POOLING_MODELS |= {
+    "BgeM3EmbeddingModel": "quire.models.families.encoders.roberta:Roberta:MULTI_EMBED",
+    "HF_ColBERT": "quire.models.families.encoders.bert:Bert:TOKEN_EMBED",
+    "Qwen2ForProcessRewardModel": f"{MODELS['Qwen2ForCausalLM']}:STEP_REWARD",
+    "Qwen2ForRewardModel": f"{MODELS['Qwen2ForCausalLM']}:REWARD",
+}
+"""The same for architectures that make embeddings, scores or classes of texts, and do not generate: module, class of
+the body, and Kind of the model."""
 
 
 def supported_architecture(hf: HFConfig) -> str:

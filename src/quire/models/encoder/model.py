@@ -11,6 +11,7 @@ from quire.config.hf_config import HFConfig
 from quire.config.kv_cache import KVCacheSpec, NoCacheSpec
 from quire.config.model import ModelConfig
 from quire.models.base import Model
+from quire.models.decoder.attention import SelfAttention
 from quire.models.decoder.layers import LAYERS, summing
 from quire.models.decoder.reading import read_heads
 from quire.models.decoder.shapes import Arrangement, AttentionShape, LayerShape, MLPShape, PositionsShape
@@ -90,7 +91,7 @@ class Encoder(Model):
                 shape.distances,
                 shape.hidden_size,
                 config.max_position_embeddings,
-                [layer.self_attn for layer in self.layers],
+                [module for module in self.layers.modules() if isinstance(module, SelfAttention)],
             )
         )
         self._order = [self.layers[index] for index in shape.order]

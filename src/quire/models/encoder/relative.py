@@ -83,7 +83,7 @@ class Distances(WeightedLayer):
         for layer in self._layers:
             projection = layer.qkv_proj
             heads = kernels.matmul(table.to(projection.dtype), projection.weight, projection.bias).float()
-            queries, keys, _ = heads.unflatten(1, (3, -1, layer.head_dim)).permute(1, 2, 0, 3)
+            queries, keys, _ = heads.view(len(table), 3, -1, layer.head_dim).permute(1, 2, 0, 3)
             assert isinstance(layer.attn, EncoderAttention)
             layer.attn.distances = DistanceHeads(
                 kernels.pack_heads(keys) if self.shape.meets_queries else None,  # [num_heads, buckets, head_dim]

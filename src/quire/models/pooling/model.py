@@ -124,9 +124,9 @@ def _make_pooler(family: type[Encoder] | type[Decoder], kind: Kind, config: Mode
         modules = read_modules(config.path, hidden_size) or SentenceModules(("last" if is_causal else "mean",))
         if kind is Kind.EMBED:
             return EmbeddingPooler(modules, hidden_size)
-        heads = (read_token_head(config.path, name) for name in (VECTORS, WEIGHTS))
-        ends = (hf.token_ids(key) or frozenset() for key in ("bos_token_id", "eos_token_id"))
-        return MultiEmbeddingPooler(modules, hidden_size, *heads, *ends)
+        vectors, weights = (read_token_head(config.path, name) for name in (VECTORS, WEIGHTS))
+        first_ids, last_ids = (hf.token_ids(key) or frozenset() for key in ("bos_token_id", "eos_token_id"))
+        return MultiEmbeddingPooler(modules, hidden_size, vectors, weights, first_ids, last_ids)
     head, of_tokens = _HEADS[kind](family, hf), kind is not Kind.CLASSIFY
     out = _answers(family, config, hidden_size) if kind is Kind.CLASSIFY else None
     labels = num_labels(hf, 1 if kind is Kind.REWARD else 2) if out is None else out.size[0]

@@ -1,6 +1,5 @@
 """Projections of tokens that checkpoints hold beside a model: ColBERT's, and the two of BGE-M3."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from quire.common.errors import CheckpointError
@@ -13,7 +12,7 @@ VECTORS, WEIGHTS = "colbert_linear", "sparse_linear"
 """Make a vector and a weight of each token (Chen et al. 2024)."""
 
 
-def token_head_files(folder: Path) -> Mapping[str, Path]:
+def token_head_files(folder: Path) -> dict[str, Path]:
     """The files of their own that projections have, by what the names of their tensors are preceded by."""
     files = {f"{name}.": folder / f"{name}.safetensors" for name in (VECTORS, WEIGHTS)}
     return {prefix: path for prefix, path in files.items() if path.is_file()}

@@ -12,7 +12,6 @@ from quire.models.families.encoders.bert import BERT_NAMES
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.norm import NormShape
 from quire.models.pooling.heads import HeadShape
-from quire.models.pooling.model import Kind, pooled
 from quire.models.weights.stacked import Stack
 
 _TERMS = {"c2p", "p2c"}
@@ -98,8 +97,3 @@ def _distances(hf: HFConfig, norm: NormShape) -> DistancesShape | None:
 def _positive(hf: HFConfig, key: str) -> int | None:
     """A size; None where the key is absent or -1."""
     return None if hf.get(key, -1) in (-1, None) else hf.size(key)
-
-
-DebertaV2Model = pooled(DebertaV2, Kind.EMBED)
-DebertaV2ForSequenceClassification = pooled(DebertaV2, Kind.CLASSIFY)
-DebertaV2ForTokenClassification = pooled(DebertaV2, Kind.TOKEN_CLASSIFY)
