@@ -13,7 +13,7 @@ from pathlib import Path
 
 from quire.config.checkpoint.architectures import MODELS, POOLING_MODELS
 from quire.models.registry import described_models
-from tests.models.encoders import DECODERS, ENCODERS
+from tests.models.encoders import BOTH_WAYS, DECODERS, ENCODERS, POOLERS
 from tests.models.families import NESTED
 from tests.models.variants import VARIANTS
 from tools.written_tables import write_or_check
@@ -35,6 +35,10 @@ def table() -> Iterator[str]:
             tested.setdefault(POOLING_MODELS[family + head], []).append(variant)
     for family, head in product(DECODERS, HEADS[:2]):
         tested.setdefault(POOLING_MODELS[family + head], []).append(family.lower())
+    for variant, (family, _) in BOTH_WAYS.items():
+        tested[POOLING_MODELS[f"{family}Model"]].append(variant)
+    for architecture, variant in POOLERS.items():
+        tested[POOLING_MODELS[architecture]] = [variant]
     for architecture, text in described_models():
         made = (MODELS | POOLING_MODELS)[architecture]
         variants = ", ".join(f"`{name}`" for name in sorted(set(tested.get(made, ()))))

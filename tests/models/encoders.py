@@ -74,5 +74,13 @@ BOTH_WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Decoders whose config lets tokens see each other in both directions."""
 
+POOLERS = {
+    "BgeM3EmbeddingModel": "bge-m3",
+    "HF_ColBERT": "colbert",
+    "Qwen2ForProcessRewardModel": "qwen2-step-reward",
+    "Qwen2ForRewardModel": "qwen2-reward",
+}
+"""Architectures that tests/pooling/test_families.py compares with formulas, and their names in docs/models.md."""
+
 DECODERS = ("Gemma2", "Gemma3Text", "Llama", "Mistral", "Qwen2", "Qwen3")
 """Families of decoders that embed and classify by their last token."""

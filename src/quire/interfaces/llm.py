@@ -234,8 +234,8 @@ class LLM:
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pool one text or each of a list, as `pooling_task` says, and return the outputs in the order of the texts.
 
-        The model must pool (docs/embeddings.md). Prompts are as for `generate`, and so are errors, but a prompt that is
-        too long raises before any is computed. `pooling_task` and `truncate_prompt_tokens` replace parameters.
+        Prompts and errors are as for `generate`, but a prompt that is too long raises before any is computed.
+        `pooling_task` and `truncate_prompt_tokens` replace parameters.
         """
         given = {"task": pooling_task, "truncate_prompt_tokens": truncate_prompt_tokens}
         return self._pool(VECTORS, prompts, pooling_params, given, use_tqdm, lora_request)

@@ -78,11 +78,14 @@ class Distances(WeightedLayer):
 
     def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
         table, term = tensors["weight"], self._terms(tensors["weight"].device)
-        if self.shape.norm_eps is not None:
+        if self.shape.norm_eps is not None and not table.is_meta:
             table = kernels.layer_norm(table, tensors["norm.weight"], tensors["norm.bias"], self.shape.norm_eps)
         for layer in self._layers:
             projection = layer.qkv_proj
-            heads = kernels.matmul(table.to(projection.dtype), projection.weight, projection.bias).float()
+            if table.is_meta:  # memory is planned, and none is taken
+                heads = table.new_empty((len(table), projection.shape[0]))
+            else:
+                heads = kernels.matmul(table.to(projection.dtype), projection.weight, projection.bias).float()
             queries, keys, _ = heads.view(len(table), 3, -1, layer.head_dim).permute(1, 2, 0, 3)
             assert isinstance(layer.attn, EncoderAttention)
             layer.attn.distances = DistanceHeads(

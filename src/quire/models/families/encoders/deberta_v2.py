@@ -69,7 +69,8 @@ class DebertaV2(Encoder):
 def _terms(hf: HFConfig) -> set[str]:
     """`c2p` if keys of distances meet queries, `p2c` if their queries meet keys."""
     stated = hf.get("pos_att_type") or []
-    terms = {name.strip() for name in stated.lower().split("|")} if isinstance(stated, str) else set(map(str, stated))
+    listed = stated.lower().split("|") if isinstance(stated, str) else stated
+    terms = {str(name).strip() for name in listed} if isinstance(listed, list) else {""}
     if not terms <= _TERMS:
         raise UnsupportedModelError(f"{hf.source}: 'pos_att_type' is {str(stated)[:80]}, supported are c2p and p2c")
     return terms
