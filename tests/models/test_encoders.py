@@ -9,6 +9,7 @@ import transformers
 
 from quire.config.model import ModelConfig
 from quire.models.activations import activation_bytes
+from quire.models.adapters.adapter import projections
 from quire.models.weights.loader import load_model
 from tests.kernels.isas import ISAS, needs_native, using
 from tests.kernels.paged import same_bits
@@ -110,3 +111,10 @@ def test_texts_of_a_pair_have_rows_of_their_own(save_encoder: Any) -> None:
         with torch.no_grad():
             expected = oracle(torch.tensor([text]), token_type_ids=torch.tensor([own])).last_hidden_state[0]
         torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_projections_that_make_heads_of_distances_take_no_adapters(save_encoder: Any) -> None:
+    family, fields = ENCODERS["deberta-v3"]
+    model = load_model(ModelConfig.resolve(save_encoder(family, "Model", **fields)[0]))
+    names = {name.rpartition(".")[2] for _, names in projections(model) for name in names}
+    assert names == {"o_proj", "up_proj", "down_proj"}

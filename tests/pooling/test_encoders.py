@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from quire import LLM, CheckpointError, UnsupportedModelError
 from quire.text.tokenizer.tokenizer import Tokenizer
-from tests.models.encoders import BERT, DECODERS, MODERN
+from tests.models.encoders import BERT, DEBERTA, DEBERTA_V3, DECODERS, MODERN
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(92))]
 TEXTS = ["w1 w2 w3", "w4", "w7 w8 w9 w10 w11"]
@@ -96,9 +96,11 @@ def test_a_cross_encoder_reads_both_texts_of_a_pair(tmp_path: Path) -> None:
             assert score == pytest.approx(float(torch.sigmoid(logits)), abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["BertForSequenceClassification", "ModernBertForSequenceClassification"])
-def test_encoders_classify(kind: str, tmp_path: Path) -> None:
-    oracle = save(tmp_path, kind, MODERN if kind.startswith("Modern") else BERT)
+@pytest.mark.parametrize(
+    ("family", "fields"), [("Bert", BERT), ("DebertaV2", DEBERTA | DEBERTA_V3), ("ModernBert", MODERN)]
+)
+def test_encoders_classify(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    oracle = save(tmp_path, f"{family}ForSequenceClassification", fields)
     with run(tmp_path) as llm, torch.no_grad():
         for text, output in zip(TEXTS, llm.classify(TEXTS, use_tqdm=False), strict=True):
             np.testing.assert_allclose(output.outputs.probs, oracle(ids_of(text)).logits[0].softmax(-1), atol=1e-5)

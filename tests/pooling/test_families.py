@@ -214,3 +214,8 @@ def test_answers_must_be_tokens(tokens: Any, tmp_path: Path) -> None:
         run(tmp_path, hf_overrides={"architectures": ["Qwen3ForSequenceClassification"], **keys}),
     ):
         pass
+    if tokens == ["no", "yes"]:
+        (tmp_path / "tokenizer.json").unlink()
+        overrides = {"architectures": ["Qwen3ForSequenceClassification"], "is_original_qwen3_reranker": True}
+        with pytest.raises(CheckpointError, match="in which the tokens of"), run(tmp_path, hf_overrides=overrides):
+            pass

@@ -51,7 +51,11 @@ def token_dense(config: ModelConfig, hidden_size: int, source: str) -> TokenDens
     two_way = hf.flag("is_original_qwen3_reranker", False) or hf.text("method", "") == TWO_WAY
     if not isinstance(tokens, list) or not 0 < len(tokens) <= _MAX_TOKENS or (two_way and len(tokens) != 2):
         raise CheckpointError(f"{hf.source}: {TOKENS!r} must be a list of tokens, of two for {TWO_WAY}")
-    tokenizer = Tokenizer.from_file(str(config.tokenizer_path / "tokenizer.json"))
+    file = config.tokenizer_path / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing more special
+        raise CheckpointError(f"{file}, in which the tokens of {TOKENS!r} are looked up: {error}") from error
     ids = [tokenizer.token_to_id(token) if isinstance(token, str) else None for token in tokens]
     if unknown := [token for token, i in zip(tokens, ids, strict=True) if i is None or i >= config.vocab_size]:
         raise CheckpointError(f"{hf.source}: {TOKENS!r} has {str(unknown)[:80]}, which are no tokens of the tokenizer")
