@@ -52,10 +52,9 @@ _Pooled = TypeVar("_Pooled", bound=PoolingRequestOutput[Any])
 class LLM:
     """Generates outputs for many prompts at once. It is a thin adapter over one engine, its attribute `engine`.
 
-    The arguments are the fields of EngineArgs; the default model is the embedded checkpoint. `logits_processors` are
-    classes that may change the logits of every request (quire.v1.sample.logits_processor). Raises ConfigError for an
-    argument that is unknown or out of range, CheckpointError for a checkpoint that is missing or damaged, and
-    OutOfMemoryError if the memory does not suffice. An LLM must be used by one thread only.
+    Arguments are the fields of EngineArgs; the default model is the embedded checkpoint. `logits_processors` are classes
+    that may change the logits of every request (quire.v1.sample.logits_processor). Raises ConfigError, CheckpointError
+    for a missing or damaged checkpoint, and OutOfMemoryError. An LLM must be used by one thread only.
     """
 
     def __init__(

@@ -84,16 +84,10 @@ class Encoder(Model):
             if isinstance(made.self_attn.attn, EncoderAttention):
                 made.self_attn.attn.relative = self.relative_bias
             self.layers.append(made)
-        self.distances = (
-            None
-            if shape.distances is None
-            else Distances(
-                shape.distances,
-                shape.hidden_size,
-                config.max_position_embeddings,
-                [module for module in self.layers.modules() if isinstance(module, SelfAttention)],
-            )
-        )
+        if shape.distances is not None:
+            layers = [module for module in self.layers.modules() if isinstance(module, SelfAttention)]
+            sizes = shape.hidden_size, config.max_position_embeddings
+            self.distances = Distances(shape.distances, *sizes, layers)
         self._order = [self.layers[index] for index in shape.order]
         self.norm = None if shape.final_norm is None else make_norm(shape.hidden_size, shape.final_norm)
         self._sum = summing(self.norm, has_x=has_x)

@@ -102,7 +102,7 @@ class MultiEmbeddingPooler(EmbeddingPooler):
             return _cut_and_scaled(vectors, spec, normalizes=True).clone()
         end -= end > start and token_ids[-1] in self._last_ids
         weights: Tensor = self.sparse_linear(hidden[start:end].float())
-        return (ACTIVATIONS["relu" if spec.activation in (None, True) else None](weights)).clone()
+        return ACTIVATIONS["relu" if spec.activation in (None, True) else None](weights).clone()
 
 
 class ClassPooler(Pooler):
