@@ -20,22 +20,42 @@ struct RowPieces {
   void store_into(char* panel, const QuantizedShape& shape, int64_t begin, int64_t first_row) const {
     const int64_t first = begin / QuantizedShape::kBlock, block_bytes = shape.block_bytes();
     const int64_t end = std::min(shape.blocks(), first + kSuper / QuantizedShape::kBlock);
-    const bool is_half = shape.format.bits == 4;
+    const int64_t num_upper = shape.format.bits == 8 ? 0 : shape.format.bits - 4;
+    const int64_t num_rows = shape.format.bits == 8 ? 8 : 4;
     for (int64_t block = first; block < end; ++block) {
       char* units = panel + shape.integers_at() + block * block_bytes;
-      for (int64_t row = 0; row < block_bytes / kUnitRowBytes; ++row, units += kUnitRowBytes) {
+      for (int64_t row = 0; row < num_rows; ++row, units += kUnitRowBytes) {
         const int64_t k = (block - first) * QuantizedShape::kBlock + row * kUnitBytes;
         for (int64_t j = first_row; j < kPanelColumns; ++j) {
           uint32_t unit, upper;
           std::memcpy(&unit, integers[j] + k, sizeof unit);
-          if (is_half) {
+          if (num_rows == 4) {
             std::memcpy(&upper, integers[j] + k + QuantizedShape::kBlock / 2, sizeof upper);
             unit = (unit & 0x0f0f0f0f) | (upper & 0x0f0f0f0f) << 4;
           }
           std::memcpy(units + j * kUnitBytes, &unit, sizeof unit);
         }
       }
+      for (int64_t i = 0; i < num_upper; ++i, units += kUnitRowBytes) {
+        for (int64_t j = first_row; j < kPanelColumns; ++j) {
+          const uint8_t* of_row = integers[j] + (block - first) * QuantizedShape::kBlock;
+          const uint32_t upper = upper_bits(of_row, i, num_upper);
+          std::memcpy(units + j * kUnitBytes, &upper, sizeof upper);
+        }
+      }
     }
+  }
+
+ private:
+  // The bits above the lower four of those rows of units that lie in row `index` of `count`.
+  static uint32_t upper_bits(const uint8_t* integers, int64_t index, int64_t count) {
+    const int64_t rows = 8 / count;
+    uint32_t found = 0, unit;
+    for (int64_t row = 0; row < rows; ++row) {
+      std::memcpy(&unit, integers + (index * rows + row) * kUnitBytes, sizeof unit);
+      found |= ((unit >> 4) & (count == 1 ? 0x01010101 : 0x03030303)) << (row * count);
+    }
+    return found;
   }
 };
 
