@@ -138,6 +138,29 @@ def test_modules_may_be_left_out_or_have_a_scheme_of_their_own(
     assert (logits_of(config, paged_run) - exact).norm() <= 0.03 * exact.norm()
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("method", ["awq", None])
+def test_the_head_alone_becomes_int8_on_request(
+    method: str | None, is_tied: bool, save_checkpoint: Any, paged_run: Any, tmp_path: Path
+) -> None:
+    folder, _ = save_checkpoint("LlamaForCausalLM", **SMALL, tie_word_embeddings=is_tied)
+    to = folder if method is None else quantized(folder, tmp_path / "q", CASES[7])
+    plain, config = (ModelConfig.resolve(to, head_quantization=each) for each in (None, "int8"))
+    model, before = load_model(config), dict(load_model(plain).weighted_layers())
+    saved, num_bytes = weight_bytes(plain) - weight_bytes(config), 0
+    for name, layer in model.weighted_layers():
+        matrix, old = getattr(layer, "weight", None), getattr(before[name], "weight", None)
+        if isinstance(old, kernels.QuantizedWeight | kernels.PackedWeight):
+            is_head = name == ("embed_tokens" if is_tied else "lm_head")
+            assert getattr(matrix, "format", None) == ("int8" if is_head else getattr(old, "format", None)), name
+            num_bytes += old.nbytes - matrix.nbytes
+    assert num_bytes == saved > 0
+    actual, exact = logits_of(config, paged_run), logits_of(plain, paged_run)
+    assert 0 < (actual - exact).norm() <= 0.03 * exact.norm()
+    with pytest.raises(ConfigError, match="head_quantization='int4' .*allowed: int8"):
+        ModelConfig.resolve(to, head_quantization="int4")
+
+
 @pytest.mark.skipif(kernels.isa() == "reference", reason="saved weights are in the native kernels' layout")
 @pytest.mark.parametrize("stated", [CASES[6], CASES[7]], ids=["gptq", "awq"])
 def test_weights_are_quantized_again_and_saved(
