@@ -98,6 +98,8 @@ CASES: list[dict[str, Any]] = [
     GPTQ | {"desc_act": True, "sym": False, "group_size": 32, "static_groups": True},
     {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"},
     {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True},
+    GPTQ | {"sym": False, "group_size": 96},  # the last group has 32 inputs
+    GPTQ | {"desc_act": True, "group_size": 96, "bits": 8},
 ]
 
 
@@ -149,7 +151,7 @@ def test_the_head_alone_becomes_int8_on_request(
     model, before = load_model(config), dict(load_model(plain).weighted_layers())
     saved, num_bytes = weight_bytes(plain) - weight_bytes(config), 0
     for name, layer in model.weighted_layers():
-        matrix, old = getattr(layer, "weight", None), getattr(before[name], "weight", None)
+        matrix, old = (getattr(each, "table", getattr(each, "weight", None)) for each in (layer, before[name]))
         if isinstance(old, kernels.QuantizedWeight | kernels.PackedWeight):
             is_head = name == ("embed_tokens" if is_tied else "lm_head")
             assert getattr(matrix, "format", None) == ("int8" if is_head else getattr(old, "format", None)), name
@@ -157,7 +159,7 @@ def test_the_head_alone_becomes_int8_on_request(
     assert num_bytes == saved > 0
     actual, exact = logits_of(config, paged_run), logits_of(plain, paged_run)
     assert 0 < (actual - exact).norm() <= 0.03 * exact.norm()
-    with pytest.raises(ConfigError, match="head_quantization='int4' .*allowed: int8"):
+    with pytest.raises(ConfigError, match=r"head_quantization='int4'.* \(allowed: int8\)"):
         ModelConfig.resolve(to, head_quantization="int4")
 
 
@@ -238,6 +240,13 @@ def test_projections_that_share_their_inputs_share_an_order(save_checkpoint: Any
     save_file(tensors | {name: tensors[name].flip(0).contiguous()}, path, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="differs between projections"):
         load_model(ModelConfig.resolve(path.parent))
+
+
+def test_groups_of_awq_must_divide_the_inputs(save_checkpoint: Any, tmp_path: Path) -> None:
+    folder, _ = save_checkpoint("LlamaForCausalLM", **SMALL)
+    to = quantized(folder, tmp_path / "q", CASES[8] | {"group_size": 96})
+    with pytest.raises(CheckpointError, match="AWQ's group_size 96 does not divide the 128 inputs"):
+        load_model(ModelConfig.resolve(to))
 
 
 def test_words_must_be_full(save_checkpoint: Any, tmp_path: Path) -> None:

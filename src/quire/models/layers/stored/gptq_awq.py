@@ -27,6 +27,8 @@ class PackedIntegers(StoredIntegers):
 
     def specs(self, part: Part, dtype: torch.dtype) -> Mapping[str, WeightSpec]:
         n, k = part.shape
+        if self.scheme.is_awq and k % (self.scheme.group_size or k):  # of GPTQ, the last group is shorter
+            raise CheckpointError(f"AWQ's group_size {self.scheme.group_size} does not divide the {k} inputs")
         groups = -(-k // self.layout(k).scale_range)
         weight = Part((k, self._words(n)) if self.scheme.is_awq else (self._words(k), n))
         specs = {
