@@ -7,8 +7,11 @@ import pytest
 import torch
 import transformers
 
+from quire import kernels
+from quire.common.batch import PooledRows, PoolSpec, ScheduledSequence
 from quire.config.model import ModelConfig
 from quire.models.weights.loader import load_model
+from quire.runner.text_graphs import MAX_TOKENS, TextGraphs
 from tests.kernels.paged import same_bits
 from tests.models.encoders import ENCODERS
 from tests.models.pooled_run import hidden_states, pooled
@@ -83,3 +86,35 @@ def test_texts_of_a_pair_have_rows_of_their_own(save_encoder: Any) -> None:
         with torch.no_grad():
             expected = oracle(torch.tensor([text]), token_type_ids=torch.tensor([own])).last_hidden_state[0]
         torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
+
+
+def scheduled(text: list[int], **how: Any) -> ScheduledSequence:
+    return ScheduledSequence(0, tuple(text), 0, (), pooled=PooledRows(0, len(text), PoolSpec("embed")), **how)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("variant", ENCODERS)
+def test_a_replayed_text_has_the_bits_of_the_plain_pass(variant: str, save_encoder: Any) -> None:
+    family, fields = ENCODERS[variant]
+    folder, _ = save_encoder(family, "Model", **fields)
+    model: Any = load_model(ModelConfig.resolve(folder, dtype="bfloat16"))
+    backend, workspace = kernels.backend_for("cpu"), kernels.Workspace()
+    if not backend.can_record:
+        pytest.skip("needs the native kernels")
+    graphs = TextGraphs(model, backend, workspace)
+    texts = [[2, 7, 3], [2, 8, 9, 3], [2, 9, 3], [2, 10, 11, 3], [2, 7, 3]]
+    for text in texts:
+        with workspace:
+            hidden, tensors = graphs.hidden([scheduled(text)])
+        assert tensors.query_start.tolist() == [0, len(text)]
+        assert same_bits(hidden, hidden_states(model, [text])[0])
+
+
+def test_long_texts_pairs_and_adapters_are_not_replayed() -> None:
+    text, can_replay = [2, 7, 3], TextGraphs(None, None, None).can_replay  # type: ignore[arg-type]
+    assert can_replay([scheduled(text)])
+    assert can_replay([scheduled([2] * MAX_TOKENS)])
+    assert not can_replay([scheduled([2] * (MAX_TOKENS + 1))])
+    assert not can_replay([scheduled(text)] * 2)
+    assert not can_replay([scheduled(text, token_type_ids=(0, 0, 1))])
+    assert not can_replay([scheduled(text, adapter=0)])
