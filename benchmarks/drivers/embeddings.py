@@ -48,17 +48,24 @@ def _quire(model: str, _: Path) -> Embed:
     return lambda texts: llm.embed(texts, use_tqdm=False)
 
 
+def served(*arguments: str) -> tuple[subprocess.Popen[str], str]:
+    """Start `quire serve`, and wait until it is ready: the process, and its address."""
+    command = [sys.executable, "-m", "quire", "serve", "--port=0", *arguments]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert server.stdout is not None
+    line = next((line for line in server.stdout if " at http://" in line), None)
+    if line is None:
+        raise RuntimeError(f"the server ended with {server.wait()}")
+    threading.Thread(target=server.stdout.read, daemon=True).start()  # its log must not fill the pipe
+    return server, line.split(" at ")[1].split()[0]
+
+
 def _quire_http(model: str, _: Path) -> Embed:
     """A server, and clients that send texts by the number, two requests at a time."""
     from concurrent.futures import ThreadPoolExecutor
 
     options = [f"--{name.replace('_', '-')}={value}" for name, value in json.loads(sys.argv[4]).items()]
-    command = [sys.executable, "-m", "quire", "serve", model, "--port=0", *options]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert server.stdout is not None
-    line = next(line for line in server.stdout if " at http://" in line)
-    threading.Thread(target=server.stdout.read, daemon=True).start()  # its log must not fill the pipe
-    url = line.split(" at ")[1].split()[0] + "/v1/embeddings"
+    url = served(model, *options)[1] + "/v1/embeddings"
     pool = ThreadPoolExecutor(2)
 
     def post(texts: Sequence[str]) -> bytes:
