@@ -7,10 +7,13 @@ import pytest
 import torch
 import transformers
 
+from quire import kernels
+from quire.common.batch import PooledRows, PoolSpec, ScheduledSequence
 from quire.config.model import ModelConfig
 from quire.models.activations import activation_bytes
 from quire.models.adapters.adapter import projections
 from quire.models.weights.loader import load_model
+from quire.runner.text_graphs import MAX_TOKENS, TextGraphs
 from tests.kernels.isas import ISAS, needs_native, using
 from tests.kernels.paged import same_bits
 from tests.models.encoders import BOTH_WAYS, ENCODERS
@@ -120,3 +123,35 @@ def test_projections_that_make_heads_of_distances_take_no_adapters(save_encoder:
     model = load_model(ModelConfig.resolve(save_encoder(family, "Model", **fields)[0]))
     names = {name.rpartition(".")[2] for _, names in projections(model) for name in names}
     assert names == {"o_proj", "up_proj", "down_proj"}
+
+
+def scheduled(text: list[int], **how: Any) -> ScheduledSequence:
+    return ScheduledSequence(0, tuple(text), 0, (), pooled=PooledRows(0, len(text), PoolSpec("embed")), **how)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("variant", ENCODERS)
+def test_a_replayed_text_has_the_bits_of_the_plain_pass(variant: str, save_encoder: Any) -> None:
+    family, fields = ENCODERS[variant]
+    folder, _ = save_encoder(family, "Model", **fields)
+    model: Any = load_model(ModelConfig.resolve(folder, dtype="bfloat16"))
+    backend, workspace = kernels.backend_for("cpu"), kernels.Workspace()
+    if not backend.can_record:
+        pytest.skip("needs the native kernels")
+    graphs = TextGraphs(model, backend, workspace)
+    texts = [[2, 7, 3], [2, 8, 9, 3], [2, 9, 3], [2, 10, 11, 3], [2, 7, 3]]
+    for text in texts:
+        with workspace:
+            hidden, tensors = graphs.hidden([scheduled(text)])
+        assert tensors.query_start.tolist() == [0, len(text)]
+        assert same_bits(hidden, hidden_states(model, [text])[0])
+
+
+def test_long_texts_pairs_and_adapters_are_not_replayed() -> None:
+    text, can_replay = [2, 7, 3], TextGraphs(None, None, None).can_replay  # type: ignore[arg-type]
+    assert can_replay([scheduled(text)])
+    assert can_replay([scheduled([2] * MAX_TOKENS)])
+    assert not can_replay([scheduled([2] * (MAX_TOKENS + 1))])
+    assert not can_replay([scheduled(text)] * 2)
+    assert not can_replay([scheduled(text, token_type_ids=(0, 0, 1))])
+    assert not can_replay([scheduled(text, adapter=0)])

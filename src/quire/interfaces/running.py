@@ -126,7 +126,11 @@ class TokenizedFeed:
 
     def _begin_piece(self) -> None:
         piece = self._places[self._num_ready : self._num_ready + PIECE]
-        self._piece = self._thread.submit(self._tokenize, piece) if piece else None
+        if len(self._places) <= PIECE and piece:  # the first step has to wait for them all
+            self._piece = Future()
+            self._piece.set_result(self._tokenize(piece))
+        else:
+            self._piece = self._thread.submit(self._tokenize, piece) if piece else None
 
     def ready(self, num_running: int) -> int:
         """Return how many prompts `take` has; waits for the next ones only if no request runs."""
