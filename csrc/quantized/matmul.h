@@ -127,7 +127,8 @@ struct QuantizedTile {
     }
   }
 
-  // sums += the products of R quantized rows and G vectors of columns, from `column` on; sums' rows are 32 apart.
+  // sums += the products of R quantized rows and G vectors of columns, from `column` on; sums' rows are 32 apart. Those
+  // of the first piece are what they begin with.
   template <int R, int G>
   static void run(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, int64_t column, float* sums) {
     const int64_t row_bytes = layout.bytes, scales_at = layout.scales_at, lacks_at = layout.lacks_at;
@@ -139,7 +140,9 @@ struct QuantizedTile {
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
       QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) sum[r][g] = load(sums + r * kPanelColumns + column + g * W);
+      for (int g = 0; g < G; ++g) {
+        sum[r][g] = piece.first == 0 ? set1(0) : load(sums + r * kPanelColumns + column + g * W);
+      }
     }
     for (int64_t index = 0; index < piece.groups; ++index) {
       const int64_t group = piece.first + index;
@@ -208,7 +211,7 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
   alignas(64) float scales[kPieceGroups * kPanelColumns], mins[kPieceGroups * kPanelColumns];
   alignas(64) float minuses[kTaskRows * kPanelColumns];
   const int64_t num_sums = num_rows * kPanelColumns, row_bytes = layout.bytes;
-  for (int64_t i = 0; i < num_sums; i += W) store(sums + i, set1(0));
+  for (int64_t i = 0; layout.groups == 0 && i < num_sums; i += W) store(sums + i, set1(0));
   if (layout.has_mins) {
     for (int64_t i = 0; i < num_sums; i += W) store(minuses + i, set1(0));
   }
