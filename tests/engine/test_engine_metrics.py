@@ -74,7 +74,7 @@ def test_every_metric_has_an_explanation(llm: LLM) -> None:
 
 
 def test_drafts_are_counted_by_drafter_under_vllms_names() -> None:
-    config = {"method": "auto", "num_speculative_tokens": 3, "adaptive": False}
+    config = {"method": "prediction", "num_speculative_tokens": 3, "adaptive": False}
     llm = scripted_llm(disable_log_stats=False, speculative_config=config)[0]
     (plain,) = llm.generate("Hello", SamplingParams(max_tokens=30), use_tqdm=False)
     before = metrics_of(llm)

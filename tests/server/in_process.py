@@ -237,7 +237,7 @@ def saying(
     reply: str = "Hello!", first_replies: Sequence[str] = (), speculation: dict[str, Any] | None = None, **kwargs: Any
 ) -> Server:
     """An application over a model that says `reply` to everything, after each of `first_replies` was said once."""
-    llm, executor = scripted_llm(speculative_config=speculation)
+    llm, executor = scripted_llm(speculative_config=speculation or {"method": "off"})
     said = SayingExecutor(executor.tokenizer)
     said.reply, said.first_replies = reply, first_replies
     llm.engine.executor = said

@@ -47,7 +47,8 @@ class Simulator:
         drafting = None
         if acceptance is not None:
             speculation = SpeculativeConfig(num_speculative_tokens=draft_length)
-            drafting = Drafting([FakeDrafter(self.model, acceptance)], speculation, kv_cache.max_tokens)
+            drafters = [FakeDrafter(self.model, acceptance)]
+            drafting = Drafting(drafters, speculation, kv_cache.max_tokens, self._clock)  # searches take no time
         self.scheduler = Scheduler(
             scheduler, self.blocks, clock=self._clock, block_copy_s=self.cost.swapped_block_s, drafting=drafting
         )
