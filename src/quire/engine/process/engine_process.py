@@ -48,6 +48,10 @@ _EXIT_GRACE_S = 0.5
 _MESSAGES_S = 0.01
 """Time for processing messages before a step. A single request with a thousand bad words takes this long."""
 
+POOLING_NICENESS = 10
+"""How much lower the priority of an engine that pools is. Beside an engine that generates on the same cores, a tenth of
+the time is left to it: each token of a stream is waited for, of a text only the end."""
+
 _FAILED = RequestFailedError.__name__
 
 Inbox: TypeAlias = "SimpleQueue[messages.ToEngine | None]"
@@ -349,7 +353,10 @@ def main(descriptor: int) -> None:
     from quire.engine.llm_engine import LLMEngine  # imports torch, which takes seconds, so heartbeats start before
 
     try:
-        engine = LLMEngine.from_args(EngineArgs(**start.args))
+        args = EngineArgs(**start.args)
+        if args.resolve().model.runner == "pooling":
+            os.nice(POOLING_NICENESS)  # before the threads of the kernels start
+        engine = LLMEngine.from_args(args)
     except Exception as error:
         if not isinstance(error, QuireError):
             logger.exception("the engine could not be made")
