@@ -55,7 +55,7 @@ _KINDS = {
     "latent": ModelKind(
         "latent",
         f"{_STORED}; `kv_b_proj` plain",
-        "attention alone, on busy cores: bfloat16 0.45, float32 0.56, `quire bench attention`",
+        "attention alone, on busy cores: bfloat16 0.45, `quire bench attention`",
     ),
     "encoders": ModelKind("encoder", _OWN, "not measured against the limit"),
 }
