@@ -132,7 +132,7 @@ def _ratios(
     row = {
         "bfloat16_over_torch": ratio(times, [("sentence-transformers", "float32")], ("quire", "bfloat16")),
         "int8_over_int8": ratio(times, int8, ("quire", "int8")),
-        "short_over_peers": ratio(shorts, peers, ("quire", "bfloat16")),
+        "short_over_peers": ratio(shorts, peers, ("quire", "int8")),
         "http_bfloat16": ratio(times, [("quire", "bfloat16")], ("quire-http", "bfloat16")),
         "http_int8": ratio(times, [("quire", "int8")], ("quire-http", "int8")),
     }
