@@ -8,6 +8,7 @@ another thread reads messages, and a third one sends heartbeats.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -373,8 +374,11 @@ def main(descriptor: int) -> None:
     engine.grammars.prepare()
     gc.collect()
     gc.freeze()  # these objects live as long as the engine; examining them would delay a step by a tenth of a second
+    gc.enable()
     EngineProcess(engine, inbox, send, pulse=pulse).run()
 
 
 if __name__ == "__main__":
+    gc.disable()  # until the engine is made: what is imported and loaded stays
+    atexit.register(gc.freeze)  # so that a process whose engine could not be made ends at once
     main(int(sys.argv[1]))

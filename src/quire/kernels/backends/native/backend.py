@@ -28,7 +28,7 @@ from quire.kernels.backends.workspace import WeightMemory, Workspace, empty, zer
 from quire.kernels.experts.weights import SCORINGS, ExpertFiles, ExpertRows, ExpertWeights, Routing
 from quire.kernels.sampling.tensors import SamplingTensors
 from quire.kernels.variants import ActivationKind, AttentionVariant
-from quire.kernels.weights import MAX_LORA_MODULES, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
+from quire.kernels.weights import MAX_LORA_MODULES, LoRATable, LoRAWeight, PackedWeight, PlacedIntegers, QuantizedWeight
 
 
 class NativeBackend:
@@ -99,20 +99,30 @@ class NativeBackend:
         is_finite = self.native.quantize(*codes, weight.data_ptr(), weight.stride(0), n, k, data.data_ptr())
         return QuantizedWeight(n, k, weight.dtype, format, data, data.data_ptr()) if is_finite else None
 
-    def pack_blocks(self, rows: Tensor, k: int, dtype: torch.dtype, format: str) -> QuantizedWeight:
-        n = rows.shape[0]
+    def pack_blocks(self, rows: Tensor, k: int, dtype: torch.dtype, format: str) -> QuantizedWeight | None:
+        n, code = rows.shape[0], FORMAT_CODES[format]
         data = self._weights.empty(self.quantized_bytes(n, k, format, 0))
-        self.native.pack_blocks(FORMAT_CODES[format], rows.data_ptr(), rows.stride(0), n, k, data.data_ptr())
-        return QuantizedWeight(n, k, dtype, format, data, data.data_ptr())
+        is_finite = self.native.pack_blocks(code, rows.data_ptr(), rows.stride(0), n, k, data.data_ptr())
+        return QuantizedWeight(n, k, dtype, format, data, data.data_ptr()) if is_finite else None
 
     def pack_integers(
-        self, integers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype, format: str, scale_range: int
-    ) -> QuantizedWeight:
-        n, k = integers.shape
+        self,
+        parts: Sequence[PlacedIntegers],
+        scales: Tensor,
+        zeros: Tensor | None,
+        dtype: torch.dtype,
+        format: str,
+        scale_range: int,
+    ) -> QuantizedWeight | None:
+        n, k = len(scales), len(parts[0].columns)
         data = self._weights.empty(self.quantized_bytes(n, k, format, scale_range))
-        tensors = integers.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr()
-        self.native.pack_integers(FORMAT_CODES[format], scale_range, *tensors, n, k, data.data_ptr())
-        return QuantizedWeight(n, k, dtype, format, data, data.data_ptr(), scale_range)
+        numbers = scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(), n, k, data.data_ptr()
+        is_finite, first = True, 0
+        for part in parts:
+            places = part.data.data_ptr(), part.rows.data_ptr(), part.columns.data_ptr(), first, len(part.rows)
+            is_finite &= self.native.pack_integers(FORMAT_CODES[format], scale_range, *places, *numbers)
+            first += len(part.rows)
+        return QuantizedWeight(n, k, dtype, format, data, data.data_ptr(), scale_range) if is_finite else None
 
     def quantized_matmul(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
         n, k, rows, codes = weight.n, weight.k, x.shape[0], (FORMAT_CODES[weight.format], weight.scale_range)
