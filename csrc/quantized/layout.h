@@ -94,8 +94,8 @@ QUIRE_INLINE constexpr int64_t bytes_of(Number number) {
 // unit holds four integers that follow each other along k. 4 bits: unit u holds k = 4 u to 4 u + 3 of its block in the
 // lower halves of its bytes, and those 16 further on in the upper halves. 5 and 6 bits: the lower four as 4 bits, and
 // behind them one or two rows of units with the upper ones: each has those of 8 or 4 rows of units of 8 bits, the first
-// row's lowest. What a panel has beyond the matrix is zero, or multiplies zeros. Behind the panels of a rotated weight lie its factors: a float32 for each column, which x is
-// multiplied with before it is rotated.
+// row's lowest. What a panel has beyond the matrix is zero, or multiplies zeros. Behind the panels of a rotated weight
+// lie its factors: a float32 for each column, which x is multiplied with before it is rotated.
 struct QuantizedShape {
   static constexpr int64_t kBlock = 32;
 

@@ -232,7 +232,12 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
     // Unpacking has asked for kBytesAhead behind the piece.
     const char* behind = is_plain ? units : stored + end_block * reader.shape.block_bytes();
     const bf16* stored_scales = reinterpret_cast<const bf16*>(panel) + first * kPanelColumns;
-    const WeightPiece piece = {units, has_stored_scales ? stored_scales : nullptr, scales, mins, first, end - first,
+    const WeightPiece piece = {units,
+                               has_stored_scales ? stored_scales : nullptr,
+                               scales,
+                               mins,
+                               first,
+                               end - first,
                                behind - units + kBytesAhead};
     for (int64_t block = 0; block < row_blocks; ++block) {
       const int64_t row = block * num_rows / row_blocks, height = (block + 1) * num_rows / row_blocks - row;

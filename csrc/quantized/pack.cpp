@@ -257,8 +257,9 @@ struct PanelRows {
   int64_t row, begin, end;
 };
 
-// Calls read(rows, begin, pieces) for the rows [first, first + count) of W, those of a panel and a piece of kSuper along
-// k at a time, and writes what it gives. Rows of the last panel behind them become zero. Whether all numbers are finite.
+// Calls read(rows, begin, pieces) for the rows [first, first + count) of W, those of a panel and a piece of kSuper
+// along k at a time, and writes what it gives. Rows of the last panel behind them become zero. Whether all numbers are
+// finite.
 template <typename Read>
 bool pack_panels(const QuantizedShape& shape, int64_t first, int64_t count, char* out, const Read& read) {
   std::atomic<bool> is_finite{true};
@@ -266,7 +267,8 @@ bool pack_panels(const QuantizedShape& shape, int64_t first, int64_t count, char
   auto task = [&](int64_t index, int) {
     const int64_t row = (first_panel + index) * kPanelColumns;
     char* panel = out + (first_panel + index) * shape.panel_bytes();
-    const PanelRows rows = {panel, row, std::max<int64_t>(first - row, 0), std::min(kPanelColumns, first + count - row)};
+    const PanelRows rows = {panel, row, std::max<int64_t>(first - row, 0),
+                            std::min(kPanelColumns, first + count - row)};
     if (rows.begin == 0) std::memset(panel, 0, size_t(shape.integers_at()));
     RowPieces pieces;
     std::memset(pieces.integers, 0, sizeof pieces.integers);

@@ -7,8 +7,8 @@
 
 namespace quire::QUIRE_ISA {
 
-// Of k, a multiple of all groups but those that are all of k: of a piece, the integers (unpacked, where they are not read
-// as they lie in the panel) and a tile's rows of x stay in the nearest cache.
+// Of k, a multiple of all groups but those that are all of k: of a piece, the integers (unpacked, where they are not
+// read as they lie in the panel) and a tile's rows of x stay in the nearest cache.
 constexpr int64_t kPieceK = 512;
 constexpr int64_t kPieceGroups = kPieceK / 16;
 

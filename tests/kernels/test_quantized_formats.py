@@ -196,8 +196,12 @@ def test_modules_with_integers_in_any_places_are_stacked(isa, bits, sizes):
 def test_scales_and_minimums_that_are_not_finite_are_refused(isa, format):
     elements, _ = kernels.block_size(format)
     is_byte = format == "mxfp4"
-    starts = (0,) if is_byte else {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,)}.get(
-        format, (0, 2) if format in reference_blocks.WITH_MINS else (0,)
+    starts = (
+        (0,)
+        if is_byte
+        else {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,)}.get(
+            format, (0, 2) if format in reference_blocks.WITH_MINS else (0,)
+        )
     )
     for start, value in product(starts, (255,) if is_byte else (0x7C, 0xFE)):
         rows = random_blocks(format, 40, 3)

@@ -236,7 +236,7 @@ def test_an_adapter_that_is_unloaded_while_its_model_loads_is_not_found(server: 
 @pytest.mark.parametrize("num_turns", [4, pytest.param(200, marks=pytest.mark.slow)])
 def test_adapters_are_loaded_and_unloaded_while_others_stream(adapters: Path, num_turns: int) -> None:
     """No stream changes, those of an adapter that is unloaded end as they should, and nothing grows."""
-    door = Door(**ARGS | {"num_threads": 1, "max_num_seqs": 20})
+    door = Door(**ARGS | {"num_threads": 1, "max_num_seqs": 40})
     app = Server(state_over(door.llm, "base", args=ServerArgs(lora_dir=str(adapters))))
     long = COMPLETION | {"max_tokens": 24, "ignore_eos": True, "stream": True}
 
@@ -271,7 +271,7 @@ def test_adapters_are_loaded_and_unloaded_while_others_stream(adapters: Path, nu
             await turn(place)
 
     async def under_load(count: int) -> None:
-        await asyncio.gather(*(streams(["base", "a0", "a1", "a2"][i % 4]) for i in range(16)), turns(count))
+        await asyncio.gather(*(streams(["base", "a0", "a1", "a2"][i % 4]) for i in range(32)), turns(count))
 
     def counted() -> tuple[int, int, int]:
         """Threads and bytes of the engine process, and objects of this one."""

@@ -52,7 +52,7 @@ _Pooled = TypeVar("_Pooled", bound=PoolingRequestOutput[Any])
 class LLM:
     """Generates outputs for many prompts at once. It is a thin adapter over one engine, its attribute `engine`.
 
-    Arguments are the fields of EngineArgs; the default model is the embedded checkpoint. `logits_processors` are classes
+    The arguments are those of EngineArgs; the default model is the embedded checkpoint. `logits_processors` are classes
     that may change the logits of every request (quire.v1.sample.logits_processor). Raises ConfigError, CheckpointError
     for a missing or damaged checkpoint, and OutOfMemoryError. An LLM must be used by one thread only.
     """

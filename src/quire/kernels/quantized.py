@@ -123,9 +123,9 @@ def pack_integers(
         and (order is None or _is_order(order, k))
     ):
         takes = (
-            f"contiguous integers [n, k <= {_MAX_K}] of 4 or 8 bits inside of their tensors, scales [n, ranges] float16, "
-            "bfloat16 or float32, zeros uint8 [n, ranges] or None, scale_range a multiple of 32 or at least k, order "
-            "int32 [k] with each column once, or None"
+            f"contiguous integers [n, k <= {_MAX_K}] of 4 or 8 bits inside of their tensors, scales [n, ranges] "
+            "float16, bfloat16 or float32, zeros uint8 [n, ranges] or None, scale_range a multiple of 32 or at least "
+            "k, order int32 [k] with each column once, or None"
         )
         raise refusal("pack_integers", takes, parts=parts, scales=scales, zeros=zeros, scale_range=scale_range)
     format = integer_format(bits, scales.dtype, has_zeros=zeros is not None)

@@ -121,7 +121,8 @@ class ReferenceBackend:
 
     def pack_blocks(self, rows: Tensor, k: int, dtype: torch.dtype, format: str) -> QuantizedWeight | None:
         parts = reference_blocks.split(rows, format)
-        is_finite = all(part is None or bool((part.abs() < 2.0**127).all()) for part in parts[1:])  # MXFP4's NaN is that
+        # MXFP4's NaN would be 2^127.
+        is_finite = all(part is None or bool((part.abs() < 2.0**127).all()) for part in parts[1:])
         return _kept(len(rows), k, dtype, format, *parts) if is_finite else None
 
     def pack_integers(

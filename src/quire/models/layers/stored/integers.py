@@ -162,8 +162,8 @@ def order_of(groups: Tensor, size: int, *, may_differ: bool) -> Tensor | None:
 def places(count: int, bits: int, words_apart: int = 1, order: Sequence[int] = range(8)) -> Tensor:
     """Where integers begin that fill words of 32 bits, in bits from the start, int64 [count].
 
-    A word lies `words_apart` words behind the one before. `order` says where in it each of its integers is, counted from
-    the lowest.
+    A word lies `words_apart` words behind the one before. `order` says where in it each of its integers is, counted
+    from the lowest.
     """
     index, in_word = np.arange(count), 32 // bits
     return torch.from_numpy(index // in_word * (32 * words_apart) + np.array(order)[index % in_word] * bits)
