@@ -6,6 +6,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from threading import Event
 
 from benchmarks.checkpoints.dense import ensure_checkpoint
@@ -71,7 +72,13 @@ def _loaded(url: str, texts: list[str]) -> tuple[list[float], tuple[int, ...], f
 
 
 def _stream(url: str) -> tuple[list[float], tuple[int, ...]]:
-    body = {"model": "generator", "prompt": list(range(100, 164)), "max_tokens": _NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
+    body = {
+        "model": "generator",
+        "prompt": list(range(100, 164)),
+        "max_tokens": _NUM_TOKENS,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     body |= {"temperature": 0, "stream": True}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -82,7 +89,7 @@ def _stream(url: str) -> tuple[list[float], tuple[int, ...]]:
             if line.startswith(b"data: {"):
                 times.append(time.perf_counter())
                 token_ids += json.loads(line[6:])["choices"][0].get("token_ids") or ()
-    return [b - a for a, b in zip(times, times[1:], strict=False)], tuple(token_ids)
+    return [b - a for a, b in pairwise(times)], tuple(token_ids)
 
 
 def _post(url: str, **body: object) -> bytes:

@@ -122,8 +122,8 @@ def _embeddings(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     count, num_tokens = measured[0]["num_texts"], measured[0]["num_tokens"]
     yield f"all-MiniLM-L6-v2, {count} texts of 3 to 256 tokens, {num_tokens:,} in all, which each engine tokenizes too."
     yield "quire-http is the server, with two clients that send 64 texts in each request. openvino runs integers for"
-    yield "weights and inputs (NNCF), fastembed in int8 ONNX Runtime's dynamic quantization. Engines that pad get texts of"
-    yield "similar lengths together, 32 at a time. The limit is that of the matrix products alone.\n"
+    yield "weights and inputs (NNCF), fastembed in int8 ONNX Runtime's dynamic quantization. Engines that pad get texts"
+    yield "of similar lengths together, 32 at a time. The limit is that of the matrix products alone.\n"
     ready = {(row["engine"], row["precision"]): row["load_s"] for row in rows if "load_s" in row}
     head = ("engine", "precision", "texts/s", "of the limit", "a short text, ms", "ready after, with imports")
     yield from _table(
