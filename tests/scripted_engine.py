@@ -35,13 +35,19 @@ class RecitingExecutor:
         self.num_steps += 1
         self.before_step(self.num_steps)
         self.batches.append(batch)
-        drawing = [(sequence, draw) for sequence in batch.sequences if sequence.drawn for draw in sequence.drawn.draws]
-        tokens = tuple(self._next_token(sequence.seq_id, sequence.end) for sequence, _ in drawing)
+        drawing = [
+            (sequence.seq_id, sequence.end - num_behind, draw)
+            for sequence in batch.sequences
+            if sequence.drawn
+            for num_behind in reversed(range(sequence.drawn.num_rows))
+            for draw in sequence.drawn.draws
+        ]
+        tokens = tuple(self._next_token(seq_id, num_tokens) for seq_id, num_tokens, _ in drawing)
         return StepResult(
             tokens,
             {
                 i: logprobs([tokens[i]], draw.logprobs, draw.index)
-                for i, (_, draw) in enumerate(drawing)
+                for i, (_, _, draw) in enumerate(drawing)
                 if draw.logprobs is not None
             },
             {
@@ -74,8 +80,9 @@ def recital(prompt_len: int) -> str:
 
 
 def scripted_llm(**kwargs: object) -> tuple[LLM, RecitingExecutor]:
-    """An LLM with the embedded checkpoint's configuration and tokenizer, and no model."""
-    plan = plan_memory(EngineArgs(**{"num_gpu_blocks_override": 64, "max_model_len": 256} | kwargs))
+    """An LLM with the embedded checkpoint's configuration and tokenizer, and no model. A step gives one token."""
+    settings = {"num_gpu_blocks_override": 64, "max_model_len": 256, "speculative_config": {"method": "off"}}
+    plan = plan_memory(EngineArgs(**settings | kwargs))
     tokenizer = Tokenizer.from_path(plan.config.model.tokenizer_path)
     executor = RecitingExecutor(tokenizer)
     return LLM.from_engine(LLMEngine(plan, executor, tokenizer)), executor

@@ -1,7 +1,7 @@
 """A fake model behind the executor: the next token is a hash of the whole history, read through the blocks."""
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from hashlib import blake2b
 from pathlib import Path
@@ -15,12 +15,15 @@ from quire.common.params import SamplingParams
 from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, attention_spec
 from quire.config.lora import LoRAConfig
 from quire.config.scheduler import SchedulerConfig
+from quire.config.speculative import SpeculativeConfig
+from quire.engine.drafting.drafting import Drafting
+from quire.engine.drafting.lookup import Draft
 from quire.engine.requests.logprobs import LogprobRows, PromptScores
 from quire.engine.requests.output import OutputBuilder, SampleOutput
 from quire.engine.requests.sequence import Sequence, SequenceGroup
 from quire.engine.scheduling.loaded_adapters import LoadedAdapters
 from quire.engine.scheduling.scheduler import Scheduler
-from quire.engine.step.commit import Committer, Drafter
+from quire.engine.step.commit import Committer
 from quire.kv.block_space_manager import BlockSpaceManager
 from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
 
@@ -163,6 +166,27 @@ class FakeExecutor:
         return slots[blocks, offsets].tolist()
 
 
+class FunctionDrafter:
+    """Proposes what a function of request and sequence returns."""
+
+    name = "function"
+
+    def __init__(self, draft: Callable[[SequenceGroup, Sequence], SequenceOf[int]]) -> None:
+        self.draft = draft
+
+    def propose(self, group: SequenceGroup, seq: Sequence, most: int) -> Draft:
+        token_ids = tuple(self.draft(group, seq)[:most])
+        return Draft(token_ids, (1.0,) * len(token_ids))
+
+    def finish(self, group: SequenceGroup, seq: Sequence) -> None: ...
+
+
+def drafting_by(draft: Callable[[SequenceGroup, Sequence], SequenceOf[int]], max_model_len: int) -> Drafting:
+    """Verifies all drafts of a function, whatever they cost."""
+    config = SpeculativeConfig(num_speculative_tokens=32, is_adaptive=False)
+    return Drafting([FunctionDrafter(draft)], config, max_model_len)
+
+
 class Harness:
     """The real scheduler, block manager and commit around the fake model; integrity checked after every step."""
 
@@ -183,7 +207,7 @@ class Harness:
         windows: SequenceOf[int | None] | None = None,
         pinned_fraction: float = 0.5,
         preempt_turns: int = 0,
-        draft: Drafter | None = None,
+        draft: Callable[[SequenceGroup, Sequence], SequenceOf[int]] | None = None,
         depth: int = 1,
         max_loras: int = 0,
         lora_bytes: int | None = None,
@@ -198,11 +222,16 @@ class Harness:
         )
         settings = SchedulerConfig(max_num_seqs, max_num_batched_tokens, preemption_mode, **scheduling)
         self.adapters = LoadedAdapters(LoRAConfig(max_loras, 16, lora_bytes) if max_loras else None, self.executor)
+        drafting = None if draft is None else drafting_by(draft, config.max_tokens)
         self.scheduler = Scheduler(
-            settings, self.blocks, clock=lambda: float(self.scheduler.num_steps), adapters=self.adapters
+            settings,
+            self.blocks,
+            clock=lambda: float(self.scheduler.num_steps),
+            adapters=self.adapters,
+            drafting=drafting,
         )
         self.requests = self.scheduler.requests
-        self.committer = Committer(self.requests, max_model_len=config.max_tokens, draft=draft)
+        self.committer = Committer(self.requests, max_model_len=config.max_tokens, drafting=drafting)
         self.depth = depth
         self.in_flight: deque[tuple[Batch, StepResult]] = deque()
         self.eos_token_ids = eos

@@ -11,7 +11,7 @@ from quire.common.params import StructuredOutputsParams
 from quire.config.scheduler import POLICIES
 from quire.engine.requests.sequence import Sequence, SequenceGroup
 
-from .fake import Harness, expected_output
+from .fake import Harness, drafting_by, expected_output
 from .test_schedule import requests
 
 
@@ -54,7 +54,7 @@ def test_drafts_and_batches_in_flight_leave_the_solo_tokens(requests, num_drafts
         harness.check_output(group)
 
 
-@pytest.mark.parametrize(("error_rate", "num_steps"), [(0.0, 4), (1.0, 12)])
+@pytest.mark.parametrize(("error_rate", "num_steps"), [(0.0, 3), (1.0, 12)])
 def test_right_drafts_save_steps_and_wrong_ones_cost_none(error_rate, num_steps):
     harness = Harness(num_blocks=20, draft=Guesser(error_rate=error_rate))
     group = harness.add([1] * 6, 12)
@@ -107,7 +107,7 @@ def test_a_sequence_that_is_computed_again_in_chunks_verifies_no_drafts_before_i
         num_blocks=40, max_num_batched_tokens=40, caching=False, target_step_ms=17, draft=Guesser(num_drafts=2)
     )
     first, second = harness.add([1] * 35, 8), harness.add([2] * 3, 30)
-    while not (first.seqs[0].drafts and second.seqs[0].drafts):
+    while not (first.seqs[0].num_output_tokens and second.seqs[0].num_output_tokens):
         harness.step()
     harness.scheduler.preemptor.preempt(first)
     harness.scheduler.step_time.observe(17, 0.017)
@@ -145,7 +145,8 @@ REQUESTS = {
 def test_a_real_model_says_the_same_with_drafts(arguments):
     def run(draft) -> dict[str, list]:
         engine = LLM(max_model_len=128, num_gpu_blocks_override=64, **arguments).engine
-        engine.committer.draft = draft
+        drafting = drafting_by(draft, 128) if draft else None
+        engine.scheduler.drafting = engine.committer.drafting = drafting
         for name, params in REQUESTS.items():
             given = {key: value for key, value in params.items() if value is not None}
             engine.add_request(name, f"What does {name} do?", SamplingParams(**{"max_tokens": 24} | given))

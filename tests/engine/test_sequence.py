@@ -36,7 +36,7 @@ def test_all_tokens_of_a_new_sequence_are_to_be_computed():
     seq = make_sequence(1, 2, 3)
     assert (seq.num_tokens, seq.num_output_tokens, seq.num_uncomputed_tokens) == (3, 0, 3)
     assert seq.status is SequenceStatus.WAITING
-    assert seq.drafts == ()
+    assert seq.drafting is None
 
 
 def test_the_executor_learns_how_many_tokens_are_the_prompt():

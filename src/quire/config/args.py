@@ -17,10 +17,11 @@ from quire.common.lora import LoRARequest
 from quire.common.params import LOGPROBS_MODES, LogprobsMode
 from quire.config.cache import CacheConfig
 from quire.config.lora import LoRAConfig
+from quire.config.machine import parse_bytes
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig, parse_cpu_list
 from quire.config.scheduler import SchedulerConfig
-from quire.config.sizes import parse_bytes
+from quire.config.speculative import AUTOMATIC, SpeculativeConfig
 
 _LORA_KEYS = {"name": "lora_name", "path": "lora_path"}
 """What vLLM's objects in lora_modules call the fields of LoRARequest."""
@@ -48,6 +49,7 @@ class EngineConfig:
     """Whether an engine in the caller's process measures its requests."""
     lora: LoRAConfig | None = None
     """None: no request has an adapter."""
+    speculative: SpeculativeConfig = AUTOMATIC
 
 
 class _NamesChecked(type):
@@ -163,6 +165,11 @@ class EngineArgs(metaclass=_NamesChecked):
         "penalties, bias and sampling cuts",
     )
     seed: int = arg(0, "seed from which requests without a seed get theirs")
+    speculative_config: Mapping[str, Any] | None = arg(
+        None,
+        'how tokens are drafted, as in {"method": "ngram", "num_speculative_tokens": 4}; none: by looking up what '
+        'followed earlier, where that saves time; {"method": "off"}: not',
+    )
     enable_lora: bool = arg(False, "allow requests to use LoRA adapters")
     lora_modules: tuple[str, ...] = arg(
         (), 'adapters that are known from the start, each NAME=FOLDER or {"name": NAME, "path": FOLDER}; also hub ids'
@@ -211,6 +218,7 @@ class EngineArgs(metaclass=_NamesChecked):
             logprobs_mode=check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES),
             measures_requests=not self.disable_log_stats,
             lora=self._lora(),
+            speculative=SpeculativeConfig.read(self.speculative_config or {}),
         )
 
     def _model(self) -> ModelConfig:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from quire.common.batch import Draw, TokenIds, TokenLogprobs
     from quire.common.lora import KnownAdapter
     from quire.common.outputs import RequestMetrics, RequestOutput
+    from quire.engine.drafting.trust import SequenceDrafts
     from quire.engine.requests.beam_search import BeamSelector
     from quire.engine.requests.logprobs import PromptScores
     from quire.engine.requests.output import OutputBuilder, SampleOutput
@@ -54,7 +55,7 @@ class Sequence:
         "_history",
         "_num_known",
         "beam_candidates",
-        "drafts",
+        "drafting",
         "drawn_rows",
         "draws",
         "grammar",
@@ -90,8 +91,8 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.output = output
         self.draw_with(draws)
-        self.drafts: tuple[int, ...] = ()
-        """Tokens that are proposed to come next. The next step verifies as many as it has room for."""
+        self.drafting: SequenceDrafts | None = None
+        """What is known about drafts of its next tokens; None before the first."""
         self._history: TokenIds | None = None
         self._num_known = 0
         """Number of tokens that `_history` holds already."""
@@ -179,6 +180,7 @@ class SequenceGroup:
         "order",
         "outputs",
         "params",
+        "prediction",
         "processors",
         "request_id",
         "search",
@@ -208,6 +210,8 @@ class SequenceGroup:
         """Decides how its sequences continue, if they are beams."""
         self.processors = processors
         """The logits processors that its draws name. They can be looked up for as long as this object lives."""
+        self.prediction: TokenIds | None = None
+        """Tokens that the caller expects in the output, from which drafts are made."""
         self.adapter = adapter
         """The LoRA adapter whose weights are added to the model's for it; None for the model alone."""
 

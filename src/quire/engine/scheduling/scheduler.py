@@ -13,6 +13,7 @@ from quire.common.batch import Batch
 from quire.common.errors import CheckpointError
 from quire.common.log import logger
 from quire.config.scheduler import SchedulerConfig
+from quire.engine.drafting.drafting import Drafting
 from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.engine.scheduling.loaded_adapters import LoadedAdapters
 from quire.engine.scheduling.policy import make_policy
@@ -49,12 +50,15 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         block_copy_s: float = 0.0,
         adapters: LoadedAdapters | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
+        """`drafting` proposes the drafts that steps verify; None for no drafts."""
         self.config = config
         self.blocks = blocks
         self.adapters = adapters or LoadedAdapters()
         self.clock = clock
         self.step_time = StepTimeModel()
+        self.drafting = drafting
         self.requests = UnfinishedRequests(make_policy(config, self._num_cached_tokens), blocks)
         self.preemptor = Preemptor(config, self.requests, self.step_time, block_copy_s)
         self.num_steps = 0
@@ -68,6 +72,12 @@ class Scheduler:
     def _look_up(self, group: SequenceGroup, seq: Sequence) -> PrefixHit:
         """The longest cached prefix that leaves the tokens to compute whose successors must still be scored."""
         return self.blocks.look_up(seq.seq_id, seq.token_ids, group.content_key, seq.max_cached_tokens)
+
+    def observe(self, batch: Batch, seconds: float) -> None:
+        """Learn how long a batch took."""
+        self.step_time.observe(batch.num_tokens, seconds)
+        if self.drafting is not None:
+            self.drafting.observe_step(batch, seconds)
 
     # The plan
 
@@ -123,21 +133,28 @@ class Scheduler:
         return StepPlan(budget, max(1, limit - num_decodes), num_seqs, scheduled, only=only, busy=self.requests.busy())
 
     def _add_drafts(self, plan: StepPlan) -> None:
-        """Have drafts verified with the tokens, rows and blocks that are left. Nothing is preempted for them."""
-        num_rows = plan.num_seqs
-        for group, seq, num_tokens in plan.scheduled:
-            if not seq.drafts:
-                continue
-            end = seq.num_computed_tokens + num_tokens
-            count = min(len(seq.drafts), plan.token_budget, self.config.max_num_seqs - num_rows)
-            if end < len(seq.token_ids) or count <= 0:
+        """Have drafts verified with the tokens, rows and blocks that are left. Nothing is preempted for them, and new
+        blocks are taken only if each other sequence can still have one more."""
+        most = min(plan.token_budget, self.config.max_num_seqs - plan.num_seqs)
+        if self.drafting is None or most <= 0 or not self.drafting.may_search:
+            return
+        decodes = [(group, seq) for group, seq, num_tokens in plan.scheduled if _takes_drafts(group, seq, num_tokens)]
+        if not decodes:
+            return
+        num_tokens = sum([num_tokens for _, _, num_tokens in plan.scheduled])
+        num_left = plan.num_seqs - 1 + self.blocks.watermark_blocks
+        drafts = self.drafting.propose(decodes, num_tokens, most, self.step_time.predict)
+        for (group, seq), token_ids in zip(decodes, drafts, strict=True):
+            if not token_ids:
                 continue
             self.requests.planning_group = group
-            if self.blocks.can_append(seq.seq_id, seq.num_computed_tokens, end + count):
-                self.blocks.append(seq.seq_id, seq.num_computed_tokens, end + count)
-                plan.drafts[seq.seq_id] = seq.drafts[:count]
-                plan.token_budget -= count
-                num_rows += count
+            start, end = seq.num_computed_tokens, len(seq.token_ids) + len(token_ids)
+            has_room = self.blocks.has_room(seq.seq_id, end)
+            if has_room or self.blocks.can_append(seq.seq_id, start, end, num_left):
+                if not has_room:
+                    self.blocks.append(seq.seq_id, start, end)
+                plan.drafts[seq.seq_id] = token_ids
+                plan.token_budget -= len(token_ids)
 
     # Running requests
 
@@ -348,3 +365,14 @@ class Scheduler:
         plan.num_seqs += group.num_wanted_seqs
         requests.start(group)
         return True
+
+
+def _takes_drafts(group: SequenceGroup, seq: Sequence, num_tokens: int) -> bool:
+    """Whether drafts may follow the tokens that the sequence runs: if it then draws a single token, and neither beams
+    nor a caller's own function choose it."""
+    return (
+        seq.num_computed_tokens + num_tokens == len(seq.token_ids)
+        and len(seq.draws) == 1
+        and group.search is None
+        and not group.processors
+    )

@@ -2,19 +2,16 @@
 
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 
 from quire.common.batch import Batch, ScheduledSequence, StepResult
 from quire.common.errors import failure
 from quire.common.faults import fault_point
 from quire.common.log import logger
+from quire.engine.drafting.drafting import Drafting
 from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.engine.scheduling.unfinished import UnfinishedRequests
 from quire.engine.step.advance_beams import advance_beams
 from quire.text.grammar.state import GrammarState
-
-Drafter = Callable[[SequenceGroup, Sequence], SequenceOf[int]]
-"""Proposes tokens that may follow a sequence's newest. Wrong ones cost time and change no output."""
 
 
 class Committer:
@@ -26,13 +23,13 @@ class Committer:
         *,
         max_model_len: int,
         clock: Callable[[], float] = time.monotonic,
-        draft: Drafter | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
-        """`draft` proposes the tokens that the next step verifies."""
+        """`drafting` has proposed the drafts in the batches, and learns what came of them."""
         self.requests = requests
         self.max_model_len = max_model_len
         self.clock = clock
-        self.draft = draft
+        self.drafting = drafting
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
 
@@ -66,6 +63,8 @@ class Committer:
                 accepted = _accepted_drafts(scheduled, result.token_ids[draws.start : draws.stop])
                 end += len(accepted) - scheduled.num_drafts
                 token_ids, draws = token_ids + accepted, draws[: len(accepted) + 1]
+                if self.drafting is not None:
+                    self.drafting.observe(seq, scheduled.num_drafts, len(accepted))
             seq.num_computed_tokens = end
             publish(scheduled.seq_id, token_ids, end)
             if counts_tokens:
@@ -119,8 +118,6 @@ class Committer:
                 if seq.status.is_finished:
                     return True
             self._append(group, seq, result, draws[-1])
-            if self.draft is not None and not seq.status.is_finished:
-                seq.drafts = tuple(self.draft(group, seq)[: self._num_left(group, seq) - 1])
         return True
 
     def _fork_samples(self, group: SequenceGroup, seq: Sequence) -> None:
@@ -193,17 +190,13 @@ class Committer:
         elif num_tokens - seq.num_prompt_tokens == group.params.max_tokens or num_tokens >= self.max_model_len:
             self._finish(group, seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
 
-    def _num_left(self, group: SequenceGroup, seq: Sequence) -> int:
-        """How many more tokens the sequence may have."""
-        num_tokens, max_tokens = len(seq.token_ids), group.params.max_tokens
-        left = self.max_model_len - num_tokens
-        return left if max_tokens is None else min(left, seq.num_prompt_tokens + max_tokens - num_tokens)
-
     def _finish(self, group: SequenceGroup, seq: Sequence, status: SequenceStatus) -> None:
         seq.finish(status)
         seq.num_computed_tokens = min(seq.num_computed_tokens, len(seq.token_ids))  # drafts behind a stop are dropped
         if group.is_finished:
             group.metrics.finished_time = self.clock()
+        if self.drafting is not None:
+            self.drafting.finish(group, seq)
         self.requests.finish(group, seq)
 
 

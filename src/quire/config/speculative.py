@@ -1,0 +1,97 @@
+"""How drafts are made and verified (speculative decoding)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.common.errors import ConfigError, check_choice, nearest_name
+from quire.common.log import logger
+
+SOURCES = ("prediction", "own", "recent")
+METHODS: Mapping[str, tuple[str, ...]] = {
+    "auto": SOURCES,
+    "suffix": SOURCES,
+    "ngram": ("prediction", "own"),
+    "prediction": ("prediction",),
+    "off": (),
+}
+"""By method, where drafts are looked up: in the request's `prediction`, its own tokens, its tenant's recent outputs."""
+_FIELDS: Mapping[str, tuple[str, type]] = {
+    "method": ("method", str),
+    "num_speculative_tokens": ("num_speculative_tokens", int),
+    "prompt_lookup_min": ("min_match", int),
+    "prompt_lookup_max": ("max_match", int),
+    "suffix_decoding_max_tree_depth": ("max_match", int),
+    "adaptive": ("is_adaptive", bool),
+}
+"""vLLM's names of fields, and `adaptive`, with ours."""
+_WITHOUT_EFFECT = (
+    "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob",
+)  # fmt: skip
+"""Fields of vLLM that bound what is tried: here measured times and acceptances do."""
+_MOST_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """Drafts change the number of steps and never a token."""
+
+    method: str = "auto"
+    num_speculative_tokens: int = 8
+    """Most drafts of a sequence in a step."""
+    min_match: int = 2
+    """Least number of tokens that must agree before what followed them is proposed."""
+    max_match: int = 16
+    """Most tokens that are compared."""
+    is_adaptive: bool = True
+    """Whether a step verifies only the drafts that are expected to save time; otherwise as many as there are."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Where drafts are looked up."""
+        return METHODS[self.method]
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> SpeculativeConfig:
+        """The config of vLLM's `speculative_config`. Raises ConfigError for fields and values that it does not have."""
+        values: dict[str, Any] = {}
+        for name, value in given.items():
+            if name in _WITHOUT_EFFECT:
+                logger.info("without effect here: %s of speculative_config", name)
+                continue
+            if name not in _FIELDS:
+                raise ConfigError(
+                    f"speculative_config: unknown field {name!r}{nearest_name(name, _FIELDS)} "
+                    f"(allowed: {', '.join(_FIELDS)})"
+                )
+            ours, kind = _FIELDS[name]
+            if type(value) is not kind:
+                raise ConfigError(f"speculative_config: {name}={value!r} must be of the type {kind.__name__}")
+            values[ours] = value
+        if "method" in values:
+            check_choice("speculative_config: method", values["method"], tuple(METHODS))
+        return cls._checked(values)
+
+    @classmethod
+    def _checked(cls, values: dict[str, Any]) -> SpeculativeConfig:
+        """With one of the two lengths of a match given, the other one follows it where it must."""
+        default = cls()
+        low = values.get("min_match", max(1, min(default.min_match, values.get("max_match", default.min_match))))
+        high = values.get("max_match", max(default.max_match, low))
+        config = cls(**values | {"min_match": low, "max_match": high})
+        if not 1 <= config.num_speculative_tokens <= _MOST_TOKENS:
+            raise ConfigError(
+                f"speculative_config: num_speculative_tokens={config.num_speculative_tokens} must be from 1 to "
+                f"{_MOST_TOKENS}"
+            )
+        if not 1 <= config.min_match <= config.max_match:
+            raise ConfigError(
+                f"speculative_config: prompt_lookup_min={config.min_match} must be 1 or more, and at most "
+                f"prompt_lookup_max={config.max_match}"
+            )
+        return config
+
+
+AUTOMATIC = SpeculativeConfig()

@@ -1,0 +1,193 @@
+"""Drafting: proposes drafts for the sequences of a step, and learns how often they are right."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from quire.common.batch import Batch
+from quire.common.faults import fault_point
+from quire.common.log import logger
+from quire.common.outputs import DraftStats
+from quire.config.args import EngineConfig
+from quire.config.speculative import SpeculativeConfig
+from quire.engine.drafting.drafters import Drafter, make_drafters
+from quire.engine.drafting.lengths import best_lengths, first_lengths, least_odds
+from quire.engine.drafting.lookup import NO_DRAFT, Draft
+from quire.engine.drafting.row_times import RowTimes
+from quire.engine.drafting.search_time import SearchTime
+from quire.engine.drafting.trust import SequenceDrafts, Trust
+from quire.engine.requests.sequence import Sequence as Seq
+from quire.engine.requests.sequence import SequenceGroup
+
+Decodes: TypeAlias = Sequence[tuple[SequenceGroup, Seq]]
+Seconds: TypeAlias = Callable[[int], float]
+
+_LONGEST_PAUSE = 16
+"""Steps in which no draft of a sequence is looked for after several were wrong."""
+_LONGEST_SEARCH_PAUSE = 4
+"""The same after several searches that found nothing worth its time."""
+_MOST_SHAPES = 4096
+_EQUAL_STEPS = 8
+
+
+class Drafting:
+    """Owns the drafters, and what was learned about drafts and about the time of rows.
+
+    Of a sequence it changes `drafting` alone, which it reads again when the step's result is committed. Of each
+    sequence the draft is verified that promises most. An exception in here costs the drafts of the step, or only those
+    of the drafter that raised it: it is counted, and logged once for each drafter.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], config: SpeculativeConfig, max_model_len: int) -> None:
+        self.row_times = RowTimes()
+        self.stats = {drafter.name: DraftStats([0] * config.num_speculative_tokens) for drafter in drafters}
+        """What was verified, by drafter."""
+        self.num_errors = Counter[str]()
+        """Exceptions, by drafter; those in no drafter are counted under an empty name."""
+        self._drafters = drafters
+        self._config = config
+        self._max_model_len = max_model_len
+        self._search_time = SearchTime()
+        self._last_shape = 0, 0
+        self._num_equal_steps = 0
+        self._seen_shapes = set[tuple[int, int]]()
+        self._trust = {drafter.name: Trust() for drafter in drafters}
+
+    @property
+    def may_search(self) -> bool:
+        """Whether a search in this step is worth its time; if not, `propose` need not be called."""
+        return self._search_time.is_left
+
+    def propose(self, sequences: Decodes, num_step_tokens: int, most: int, predict: Seconds) -> list[tuple[int, ...]]:
+        """For each of these sequences, which draw a token each, the drafts to verify: at most `most` tokens in all,
+        beside the `num_step_tokens` that the step runs anyway. `predict` gives the time of a step with prompts."""
+        drafts: list[tuple[int, ...]] = [()] * len(sequences)
+        start_s = time.perf_counter()
+        seeking = [place for place, (_, seq) in enumerate(sequences) if not self._pauses(seq)]
+        if seeking:
+            with self._contained():
+                sought = [sequences[place] for place in seeking]
+                found = self._choose(sought, len(sequences), num_step_tokens, most, predict)
+                for place, token_ids in zip(seeking, found, strict=True):
+                    drafts[place] = token_ids
+        if self._config.is_adaptive:
+            self._search_time.spend(time.perf_counter() - start_s)
+        return drafts
+
+    def observe(self, seq: Seq, num_drafts: int, num_accepted: int) -> None:
+        """Of this number of drafts of a sequence, the first `num_accepted` were right, and the next was not."""
+        with self._contained():
+            if (known := seq.drafting) is None:
+                return
+            self.stats[known.drafter].add(num_drafts, num_accepted)
+            for trust in (known.trust[known.drafter], self._trust[known.drafter]):
+                trust.observe(known.odds[:num_drafts], num_accepted)
+            if num_accepted:
+                known.num_failures = 0
+                self._search_time.observe_accepted(num_accepted)
+            else:
+                known.wait(_LONGEST_PAUSE)
+
+    def observe_step(self, batch: Batch, seconds: float) -> None:
+        """A step took this long. Only those of decodes alone say how long rows take. Of steps that follow one of the
+        same shape, one in several is looked at: that takes microseconds, and steps of small models not many more."""
+        shape, self._num_equal_steps = (len(batch.sequences), batch.num_tokens), self._num_equal_steps + 1
+        if shape == self._last_shape and self._num_equal_steps < _EQUAL_STEPS:
+            return
+        with self._contained():
+            self._search_time.observe_steps(seconds, self._num_equal_steps, len(batch.sequences))
+            self._last_shape, self._num_equal_steps = shape, 0
+            if all(s.drawn is not None and len(s.token_ids) == s.drawn.num_rows for s in batch.sequences):
+                if shape in self._seen_shapes:
+                    self.row_times.observe(batch.num_tokens, seconds)
+                elif len(self._seen_shapes) == _MOST_SHAPES:
+                    self._seen_shapes.clear()
+                self._seen_shapes.add(shape)  # the first step of a shape is recorded, which takes longer
+
+    def finish(self, group: SequenceGroup, seq: Seq) -> None:
+        """A sequence has ended."""
+        for drafter in self._drafters:
+            with self._contained(drafter.name):
+                drafter.finish(group, seq)
+
+    @contextmanager
+    def _contained(self, name: str = "") -> Iterator[None]:
+        """Where an exception costs drafts and nothing else."""
+        try:
+            yield
+        except Exception:
+            self.num_errors[name] += 1
+            if self.num_errors[name] == 1:
+                logger.exception("drafting failed%s: drafts are lost, and no token", f" ({name})" if name else "")
+
+    def _pauses(self, seq: Seq) -> bool:
+        """Whether no draft of the sequence is looked for in this step."""
+        known = seq.drafting
+        if known is None or known.pause == 0 or not self._config.is_adaptive:
+            return False
+        known.pause -= 1
+        return True
+
+    def _choose(
+        self, sequences: Decodes, num_decodes: int, num_step_tokens: int, most: int, predict: Seconds
+    ) -> list[tuple[int, ...]]:
+        """The drafts to verify of the sequences that do not pause, which are some of the step's `num_decodes`."""
+        for trust in self._trust.values():
+            trust.decay_for_all()
+        if not self._config.is_adaptive:
+            drafts = [self._draft(group, seq, 0.0) for group, seq in sequences]
+            lengths = first_lengths([len(draft.token_ids) for draft in drafts], most)
+        else:
+            seconds = self._seconds(num_decodes, num_step_tokens, predict)
+            if seconds(0) <= 0.0:  # nothing is known yet
+                return [()] * len(sequences)
+            needed = least_odds(num_decodes, len(sequences), seconds)
+            drafts = [self._draft(group, seq, needed) for group, seq in sequences]
+            lengths = best_lengths([draft.odds for draft in drafts], float(num_decodes), seconds, most)
+        for (_, seq), length in zip(sequences, lengths, strict=True):
+            if not length and seq.drafting is not None:
+                seq.drafting.wait(_LONGEST_SEARCH_PAUSE)
+        return [draft.token_ids[:length] for draft, length in zip(drafts, lengths, strict=True)]
+
+    def _seconds(self, num_decodes: int, num_step_tokens: int, predict: Seconds) -> Seconds:
+        """The time of the step by its number of drafts. Only ratios mean something."""
+        of_rows = self.row_times.shape if num_decodes == num_step_tokens else predict
+        return lambda n: of_rows(num_step_tokens + n)
+
+    def _draft(self, group: SequenceGroup, seq: Seq, needed: float) -> Draft:
+        """The draft that promises most; none of drafters that would have to be more reliable than they are."""
+        if (known := seq.drafting) is None:
+            known = seq.drafting = SequenceDrafts({name: Trust() for name in self._trust})
+        best, most = NO_DRAFT, min(self._config.num_speculative_tokens, self._num_left(group, seq) - 1)
+        for drafter in self._drafters if most > 0 else ():
+            trust = known.trust[drafter.name]
+            trust.decay()
+            factor = trust.factor(self._trust[drafter.name].factor(1.0))
+            if factor <= needed and self._config.is_adaptive:
+                continue
+            found = NO_DRAFT
+            with self._contained(drafter.name):
+                fault_point("draft.propose", seq.seq_id)
+                found = drafter.propose(group, seq, most)
+                if seq.grammar is not None and found.token_ids:
+                    found = found.first(seq.grammar.num_allowed(found.token_ids))
+            scaled = Draft(found.token_ids, tuple([factor * odds for odds in found.odds]))
+            if scaled.expected_tokens > best.expected_tokens:
+                best, known.drafter, known.odds = scaled, drafter.name, found.odds
+        return best
+
+    def _num_left(self, group: SequenceGroup, seq: Seq) -> int:
+        """How many more tokens the sequence may have."""
+        num_tokens, max_tokens = len(seq.token_ids), group.params.max_tokens
+        left = self._max_model_len - num_tokens
+        return left if max_tokens is None else min(left, seq.num_prompt_tokens + max_tokens - num_tokens)
+
+
+def make_drafting(config: EngineConfig) -> Drafting | None:
+    """What proposes an engine's drafts; None if nothing does."""
+    drafters = make_drafters(config.speculative)
+    return Drafting(drafters, config.speculative, config.model.max_model_len) if drafters else None

@@ -1,0 +1,78 @@
+"""How much longer a step takes with more rows, learned while steps run."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+_PACE_RATE = 0.2
+_SHAPE_RATE = 0.1
+_LONGEST = 4.0
+"""A step counts as at most this many times its expectation: another program may have had the cores."""
+_PRIOR_SLOPE = 0.05
+"""What a row adds to the time of a step of one row as long as nothing is known: little, so that drafts are tried."""
+_MOST_ROWS = 1024
+_FORGET_AFTER = 512
+"""Steps after which a number of rows that none of them had is forgotten, so that it is tried again."""
+
+
+class RowTimes:
+    """The time of a decode step by its number of rows: a shape that is learned slowly, times a pace that follows the
+    machine and the lengths of contexts.
+
+    Few rows read the same weights as one and cost hardly more; with many rows the time grows with each. Where that
+    changes, and where the kernels' tiles make steps in it, depends on model, format and machine, so each number of rows
+    has its own time. Numbers that were not seen lie on the line between their neighbours.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._shape: list[float] = []
+        self._last_seen: list[int] = []
+        self._pace = 0.0
+        self._num_steps = 0
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        """Learn that a decode step with this number of rows took this long."""
+        if not 0 < num_rows <= _MOST_ROWS or seconds <= 0.0:
+            return
+        self._num_steps += 1
+        expected = self.shape(num_rows)
+        self._pace = self._pace or seconds / expected
+        ratio = min(_LONGEST, seconds / (self._pace * expected))
+        place = bisect_left(self._rows, num_rows)
+        if place == len(self._rows) or self._rows[place] != num_rows:
+            self._rows.insert(place, num_rows)
+            self._shape.insert(place, expected * ratio)  # nothing is known about it but this
+            self._last_seen.insert(place, self._num_steps)
+        else:
+            self._shape[place] *= 1.0 + _SHAPE_RATE * (ratio - 1.0)
+            self._pace *= 1.0 + _PACE_RATE * (ratio - 1.0)
+            self._last_seen[place] = self._num_steps
+        if self._num_steps % _FORGET_AFTER == 0:
+            self._forget()
+
+    def _forget(self) -> None:
+        kept = [place for place, step in enumerate(self._last_seen) if step > self._num_steps - _FORGET_AFTER]
+        self._rows = [self._rows[place] for place in kept]
+        self._shape = [self._shape[place] for place in kept]
+        self._last_seen = [self._last_seen[place] for place in kept]
+
+    def shape(self, num_rows: int) -> float:
+        """The time of a step relative to others; only ratios mean something."""
+        rows, shape = self._rows, self._shape
+        place = bisect_left(rows, num_rows)
+        if place < len(rows) and rows[place] == num_rows:
+            return shape[place]
+        if not rows:
+            return _prior(num_rows)
+        if place == 0:
+            return shape[0] * _prior(num_rows) / _prior(rows[0])
+        if place == len(rows):
+            slope = (shape[-1] - shape[0]) / (rows[-1] - rows[0]) if len(rows) > 1 else 0.0
+            return shape[-1] + max(slope, _PRIOR_SLOPE * shape[0] / _prior(rows[0])) * (num_rows - rows[-1])
+        share = (num_rows - rows[place - 1]) / (rows[place] - rows[place - 1])
+        return shape[place - 1] + share * (shape[place] - shape[place - 1])
+
+
+def _prior(num_rows: int) -> float:
+    return 1.0 + _PRIOR_SLOPE * (num_rows - 1)
