@@ -20,8 +20,6 @@ _TERMS = {"c2p", "p2c"}
 class DebertaV2(Encoder):
     """Keys and queries of distances are made by the projections of tokens."""
 
-    can_record = False  # the terms of distances are converted by torch
-
     renames = (
         (r"^deberta\.", ""),
         (r"\.attention\.self\.(query|key|value)_proj\.", r".attention.self.\1."),
