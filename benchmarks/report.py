@@ -116,6 +116,46 @@ def _adapters(rows: Sequence[Row], plots: Path) -> Iterator[str]:
             yield f"\n{row['engine']} is left out: {row['left_out']}"
 
 
+def _embeddings(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("Embeddings", "python -m benchmarks embeddings")
+    measured = [row for row in rows if "texts_per_s" in row]
+    count, num_tokens = measured[0]["num_texts"], measured[0]["num_tokens"]
+    yield f"all-MiniLM-L6-v2, {count} texts of 3 to 256 tokens, {num_tokens:,} in all, which each engine tokenizes too."
+    yield "quire-http is the server, with two clients that send 64 texts in each request. openvino runs integers for"
+    yield "weights and inputs (NNCF), fastembed in int8 ONNX Runtime's dynamic quantization. Engines that pad get texts"
+    yield "of similar lengths together, 32 at a time. The limit is that of the matrix products alone.\n"
+    ready = {(row["engine"], row["precision"]): row["load_s"] for row in rows if "load_s" in row}
+    head = ("engine", "precision", "texts/s", "of the limit", "a short text, ms", "ready after, with imports")
+    yield from _table(
+        head,
+        (
+            (
+                row["engine"],
+                row["precision"],
+                row["texts_per_s"],
+                f"{row['of_limit']:.2f}" if "of_limit" in row else "",
+                f"{row['short_ms']:.2f}",
+                f"{ready[row['engine'], row['precision']]:.1f} s",
+            )
+            for row in measured
+        ),
+    )
+    yield "\n" + _speeds([row for row in measured if "of_limit" in row])
+
+
+def _beside(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("Generation beside embeddings", "python -m benchmarks beside")
+    row = rows[-1]
+    yield (
+        f"One server with Qwen2-0.5B's shape in bfloat16, which generates one stream, and all-MiniLM-L6-v2, to which "
+        f"{row['num_clients']} clients send 8 texts in each request; {row['num_gaps']} gaps of the stream, alone and "
+        f"beside them in turn. The stream's tokens are {'the same' if row['same_tokens'] else 'others'}; meanwhile "
+        f"{row['texts_per_s']} texts/s are embedded.\n"
+    )
+    found = ((name, *row[f"{name}_ms"], row[f"{name}_ratio"]) for name in ("median", "p95"))
+    yield from _table(("gap", "alone, ms", "beside, ms", "ratio"), found)
+
+
 def _engines(rows: Sequence[Row]) -> Iterator[str]:
     """Yield a row for each case and engine, and the engines that are left out."""
     ready = {row["engine"]: row["load_s"] for row in rows if "load_s" in row}
@@ -294,6 +334,8 @@ _SECTIONS: dict[str, Callable[[Sequence[Row], Path], Iterator[str]]] = {
     "mixture": _mixture,
     "formats": _formats,
     "adapters": _adapters,
+    "embeddings": _embeddings,
+    "beside": _beside,
     "ready": _ready,
     "parts": _parts,
     "rest": _rest,

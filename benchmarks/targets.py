@@ -135,6 +135,23 @@ def _int4_head(rows: Rows) -> str:
     )
 
 
+def _nothing(rows: Rows) -> str:
+    return ""
+
+
+def _embedding_products(rows: Rows) -> str:
+    share = _of("of_limit", figure="embeddings", engine="quire", precision="int8")(rows)
+    return (
+        f"the products alone take {share:.2f} of the time at the machine's peak; in a profile of a step, products in "
+        "integers take 0.54, attention 0.17, gelu 0.07, rounding inputs 0.05 and norms 0.04 (LOG.md, 2026-11-24)"
+    )
+
+
+def _short_text(rows: Rows) -> str:
+    ms = _of("short_ms", figure="embeddings", engine="quire", precision="int8")(rows)
+    return f"of {ms:.2f} ms, kernels take about 0.55, of which 24 products 0.35; engine and tokenizer take the rest"
+
+
 _SHAPES = ([14, 2, 64], [32, 8, 128])
 
 TARGETS = (
@@ -223,6 +240,25 @@ TARGETS = (
             _small_steps(n),
         )
         for n in (1, 32)
+    ),
+    *(
+        Target(f"embeddings, {what}", aim, _of(name, figure="embeddings", what="ratios"), why)
+        for what, name, aim, why in (
+            ("bfloat16: times sentence-transformers in float32", "bfloat16_over_torch", 2.5, _nothing),
+            ("int8: times the fastest engine in int8", "int8_over_int8", 1.3, _embedding_products),
+            ("a short text: the fastest engine's time, times Quire's in int8", "short_over_peers", 2.0, _short_text),
+            ("bfloat16, HTTP: share of the rate without it", "http_bfloat16", 0.85, _nothing),
+            ("int8, HTTP: share of the rate without it", "http_int8", 0.85, _nothing),
+        )
+    ),
+    *(
+        Target(
+            f"a stream's gaps beside 64 clients that embed, {name}: times alone",
+            1.5,
+            _of(f"{name}_ratio", figure="beside"),
+            at_most=True,
+        )
+        for name in ("median", "p95")
     ),
     Target("import quire: seconds", 0.3, _of("seconds", figure="ready", what="import quire"), at_most=True),
     Target("LLM(...) ready: seconds", 3.0, _of("seconds", figure="ready", what="LLM(...)"), at_most=True),

@@ -1,4 +1,4 @@
-"""Write the table of docs/models.md: each architecture, and the variants of it that the tests compare.
+"""Write the tables of docs/models.md: each architecture with the variants of it that the tests compare, and each kind.
 
     python -m tools.models_table [--check]
 
@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 
 from quire.config.checkpoint.architectures import MODELS, POOLING_MODELS
-from quire.models.registry import described_models
+from quire.models.registry import ModelKind, described_models
 from tests.models.encoders import BOTH_WAYS, DECODERS, ENCODERS, POOLERS
 from tests.models.families import NESTED
 from tests.models.variants import VARIANTS
@@ -24,7 +24,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 
 def table() -> Iterator[str]:
     """The lines of the table. Architectures that one class runs share the tests of it."""
-    yield from ("| architecture | models | variants that are tested |", "|---|---|---|")
+    yield from ("| architecture | models | kind | variants that are tested |", "|---|---|---|---|")
     tested: dict[str, list[str]] = {}
     for variant, (architecture, _) in VARIANTS.items():
         tested.setdefault(MODELS[architecture], []).append(variant)
@@ -39,10 +39,15 @@ def table() -> Iterator[str]:
         tested[POOLING_MODELS[f"{family}Model"]].append(variant)
     for architecture, variant in POOLERS.items():
         tested[POOLING_MODELS[architecture]] = [variant]
-    for architecture, text in described_models():
+    kinds = set[ModelKind]()
+    for architecture, text, kind in described_models():
+        kinds.add(kind)
         made = (MODELS | POOLING_MODELS)[architecture]
         variants = ", ".join(f"`{name}`" for name in sorted(set(tested.get(made, ()))))
-        yield f"| `{architecture}` | {text} | {variants} |"
+        yield f"| `{architecture}` | {text} | {kind.name} | {variants} |"
+    yield from ("", "| kind | formats of weights | share of the limit |", "|---|---|---|")
+    for kind in sorted(kinds, key=lambda kind: kind.name):
+        yield f"| {kind.name} | {kind.formats} | {kind.share} |"
 
 
 if __name__ == "__main__":

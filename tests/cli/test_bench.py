@@ -187,8 +187,7 @@ def test_of_experts_only_those_are_read_that_a_token_goes_to() -> None:
     few, all_of_them = costs(2), costs(8)
     assert all_of_them.body - few.body == 6 * matrices
     assert all_of_them.num_bytes == plan.weight_bytes
-    share = (few.body + few.head) / (all_of_them.body + all_of_them.head)
-    assert few.num_bytes == pytest.approx(plan.weight_bytes * share, abs=1)
+    assert all_of_them.num_bytes - few.num_bytes == 6 * matrices * 2, "what experts take, in bfloat16"
 
 
 def test_percentiles_are_values_that_were_measured() -> None:

@@ -8,13 +8,18 @@ from quire.config.checkpoint.architectures import MODELS, POOLING_MODELS
 
 def test_every_architecture_has_a_line_that_describes_it(capsys):
     assert main(["models"]) == 0
-    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    listed, *kinds = capsys.readouterr().out.split("\n\n")
+    lines = [line.split(maxsplit=1) for line in listed.splitlines()]
     assert [name for name, _ in lines] == list(MODELS | POOLING_MODELS)
     assert dict(lines)["CohereForCausalLM"].startswith("Command R (Cohere 2024)")
+    assert dict(lines)["DeepseekV3ForCausalLM"].endswith("[latent]")
+    assert [kind.partition(":")[0] for kind in kinds] == ["dense", "encoder", "latent", "mixture"]
+    assert all("float32, bfloat16" in kind and "share of the limit: " in kind for kind in kinds)
 
 
 def test_the_command_prints_json(capsys):
     assert main(["models", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["architecture"] for row in rows] == list(MODELS | POOLING_MODELS)
-    assert all(row["description"] for row in rows)
+    assert all(row["description"] and row["formats"] and row["share_of_limit"] for row in rows)
+    assert {row["architecture"]: row["kind"] for row in rows}["BertModel"] == "encoder"

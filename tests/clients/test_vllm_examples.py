@@ -15,7 +15,7 @@ import pytest
 
 from quire.server.api.tools import REASONING_FORMATS
 from tests.clients.served import Served, quire_serve, saying_server
-from tests.clients.vllm_examples import FOLDER, MODEL, NOT_RUN, require_examples, source_of
+from tests.clients.vllm_examples import FOLDER, MODEL, NOT_RUN, POOLING, require_examples, source_of
 
 PROMPTS = (
     "Hello, my name is", "The president of the United States is", "The capital of France is", "The future of AI is",
@@ -42,10 +42,12 @@ def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-def run(example: str, *arguments: str, url: str = "", monkeypatch: pytest.MonkeyPatch) -> str:
+def run(
+    example: str, *arguments: str, url: str = "", model: str = MODEL, monkeypatch: pytest.MonkeyPatch
+) -> str:
     """Run an example as the program that it is, and return what it prints."""
     monkeypatch.setattr(sys, "argv", [example, *arguments])
-    code = compile(source_of(example, url), str(FOLDER / example), "exec")
+    code = compile(source_of(example, url, model), str(FOLDER / example), "exec")
     with redirect_stdout(io.StringIO()) as output, warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # the examples close no clients
         exec(code, {"__name__": "__main__", "__file__": str(FOLDER / example)})
@@ -251,7 +253,7 @@ def test_a_client_of_a_capable_model_runs(example: str, monkeypatch: pytest.Monk
 
 def test_every_example_is_run_or_has_a_reason_why_not() -> None:
     found = {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.py")}
-    are_run = {*OFFLINE, *SPOKEN, *(example for example, *_ in ONLINE)}
+    are_run = {*OFFLINE, *SPOKEN, *POOLING, *(example for example, *_ in ONLINE)}
     assert are_run <= found
     assert not [example for example in are_run if example.startswith(tuple(NOT_RUN))]
     assert {example for example in found if not example.startswith(tuple(NOT_RUN))} == are_run
@@ -261,7 +263,7 @@ def test_every_example_is_run_or_has_a_reason_why_not() -> None:
 def test_the_migration_page_lists_every_example() -> None:
     page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^- `(\S+\.py)`$", page, re.MULTILINE))
-    assert listed == {*OFFLINE, *SPOKEN, *(example for example, *_ in ONLINE)}
+    assert listed == {*OFFLINE, *SPOKEN, *POOLING, *(example for example, *_ in ONLINE)}
     for example, need in NOT_RUN.items():
         assert example == "__init__.py" or re.search(
             rf"^\| `{re.escape(example)}\*?` \| {need} \|$", page, re.MULTILINE

@@ -12,16 +12,14 @@ MODEL = "quire-tiny"
 _IMPORT = re.compile(r"^( *(?:from|import) )vllm\b", re.MULTILINE)
 _MODELS = (
     "facebook/opt-125m", "meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen2.5-3B-Instruct", "lmsys/longchat-13b-16k",
-    "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B",
+    "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "intfloat/e5-small", "BAAI/bge-reranker-base", "BAAI/bge-reranker-v2-m3",
 )  # fmt: skip
-_ADDRESS = re.compile(r"http://(localhost|0\.0\.0\.0):8000")
+_ADDRESS = re.compile(r"http://(localhost|0\.0\.0\.0|127\.0\.0\.1):8000")
 
 NOT_RUN = {
     "__init__.py": "is empty",
     "applications/": "web applications and retrieval over vLLM's internals, embeddings or packages for user interfaces",
-    "basic/offline_inference/classify.py": "models for classification",
-    "basic/offline_inference/embed.py": "models for embeddings",
-    "basic/offline_inference/score.py": "models for scores",
+    "basic/offline_inference/classify.py": "a model that classifies",
     "basic/online_serving/watermark_detection_server.py": "watermarks",
     "disaggregated/": "transfer of the KV cache between GPUs",
     "features/data_parallel/": "several engines on several GPUs",
@@ -40,7 +38,20 @@ NOT_RUN = {
     "generate/qwen_1m_offline.py": "a model with a context of a million tokens",
     "generate/trace_replay_offline.py": "vLLM's datasets for benchmarks",
     "observability/opentelemetry/": "a collector of traces over gRPC",
-    "pooling/": "models for embeddings, scores and classification",
+    "pooling/classify/": "models that classify, and a LoRA adapter for one",
+    "pooling/embed/embed_": "the model jina-embeddings-v3",
+    "pooling/embed/embedding_requests_": "a module of vLLM that reads vectors of several types",
+    "pooling/embed/openai_embedding_long_text/": "vectors of texts in parts",
+    "pooling/embed/openai_embedding_matryoshka_fy_client.py": "a model whose vectors may be cut",
+    "pooling/embed/vision_": "images",
+    "pooling/plugin/": "plugins that read images",
+    "pooling/reward/": "models that reward",
+    "pooling/score/co": "Cohere's former client, and models with a vector for each token",
+    "pooling/score/qwen3_reranker_": "the model Qwen3-Reranker",
+    "pooling/score/using_template_": "templates of the model nemotron-rerank",
+    "pooling/score/vision_": "images",
+    "pooling/token_classify/": "models that classify tokens",
+    "pooling/token_embed/": "models with a vector for each token",
     "ray_serving/": "Ray",
     "rl/pause_resume/": "pausing requests in the engine",
     "rl/rdt_": "transfer of weights between GPUs",
@@ -55,12 +66,21 @@ NOT_RUN = {
 }
 """Examples, or beginnings of their paths, and what they need that Quire does not have or a test cannot have."""
 
+POOLING = {
+    "basic/offline_inference/embed.py",
+    "basic/offline_inference/score.py",
+    "pooling/embed/openai_embedding_client.py",
+    "pooling/score/rerank_api_online.py",
+    "pooling/score/score_api_online.py",
+}
+"""Examples for a model that pools, which tests/clients/test_vllm_pooling_examples.py runs."""
 
-def source_of(example: str, url: str = "") -> str:
+
+def source_of(example: str, url: str = "", model: str = MODEL) -> str:
     """The text of an example in which imports, the model and the server's address are Quire's, and nothing else."""
     text = _IMPORT.sub(r"\1quire", (FOLDER / example).read_text(encoding="utf-8"))
-    for model in _MODELS:
-        text = text.replace(f'"{model}"', f'"{MODEL}"')
+    for name in _MODELS:
+        text = text.replace(f'"{name}"', f'"{model}"')
     return _ADDRESS.sub(url, text)
 
 

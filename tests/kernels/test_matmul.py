@@ -161,3 +161,23 @@ def test_what_does_not_fit_is_refused_with_both_shapes(x, bias, out_dtype, told)
 def test_weights_that_cannot_be_packed_are_refused(weight):
     with pytest.raises(KernelError, match="pack_weight takes"):
         kernels.pack_weight(weight)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_head_meets_its_own_matrix_in_float32(isa, dtype):
+    heads = torch.randn(3, 20, 16).to(dtype)
+    x = torch.randn(7, 5, 16).to(dtype)[:, 1:4]
+    with using(isa):
+        packed = [kernels.pack_weight(head) for head in heads]
+        out = kernels.matmul_heads(x, packed)
+        expected = torch.einsum("thk,hnk->thn", x.float(), heads.float())
+        assert out.dtype is torch.float32
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        for head in range(3):
+            assert torch.equal(out[:, head], kernels.matmul(x[:, head], packed[head], None, torch.float32))
+        for wrong in (x[:, :2], x[:, :, :8], x[0], x.double(), x.transpose(1, 2)):
+            with pytest.raises(KernelError, match="matmul_heads"):
+                kernels.matmul_heads(wrong, packed)
+        with pytest.raises(KernelError, match="matmul_heads"):
+            kernels.matmul_heads(x, [*packed[:2], kernels.pack_weight(heads[0][:8])])

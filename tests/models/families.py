@@ -143,6 +143,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2ForCausalLM",
         GEMMA | {"sliding_window": 6, "final_logit_softcapping": None, "attn_logit_softcapping": None},
     ),
+    "vaultgemma": ("VaultGemmaForCausalLM", GEMMA | {"sliding_window": 6, "attn_logit_softcapping": 5.0}),
+    "jais2": ("Jais2ForCausalLM", SMALL | {"head_dim": 8}),
+    "jais2-plain-silu": (
+        "Jais2ForCausalLM",
+        SMALL | {"head_dim": 16, "attention_bias": False, "mlp_bias": False, "hidden_act": "silu"},
+    ),
+    "nanochat": ("NanoChatForCausalLM", SMALL | PLAIN_ROPE),
+    "nanochat-biases-uncapped": (
+        "NanoChatForCausalLM",
+        SMALL | PLAIN_ROPE | {"attention_bias": True, "final_logit_softcapping": None, "num_key_value_heads": 4},
+    ),
+    "persimmon": ("PersimmonForCausalLM", NEOX),
+    "persimmon-no-head-norms": (
+        "PersimmonForCausalLM",
+        NEOX | {"qk_layernorm": False, "num_attention_heads": 2, "table_scale": 0.1, "seed": 3},
+    ),
     "gemma3": (
         "Gemma3ForCausalLM",
         GEMMA | {"num_hidden_layers": 4, "sliding_window": 6, "sliding_window_pattern": 3, "seed": 2},

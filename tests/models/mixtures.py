@@ -41,6 +41,18 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("OlmoeForCausalLM", EXPERTS | {"num_key_value_heads": 4}),
     "olmoe-normalized": ("OlmoeForCausalLM", EXPERTS | {"norm_topk_prob": True, "num_experts_per_tok": 3}),
     "olmoe-clipped": ("OlmoeForCausalLM", EXPERTS | {"clip_qkv": 0.6, "num_key_value_heads": 2}),
+    "flex-olmo": ("FlexOlmoForCausalLM", EXPERTS | {"pad_token_id": None, "eos_token_id": 2}),
+    "flex-olmo-normalized": (
+        "FlexOlmoForCausalLM",
+        EXPERTS | {"pad_token_id": None, "eos_token_id": 2, "norm_topk_prob": True, "attention_bias": True},
+    ),
+    "solar-open": ("SolarOpenForCausalLM", SMALL | GLM_EXPERTS | {"head_dim": 16}),
+    "solar-open-groups": (
+        "SolarOpenForCausalLM",
+        SMALL
+        | GLM_EXPERTS
+        | {"head_dim": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "attention_bias": True},
+    ),
     "dbrx": ("DbrxForCausalLM", DBRX),
     "dbrx-not-normalized": (
         "DbrxForCausalLM",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from quire import kernels
 from quire.common.errors import CheckpointError
 from quire.config.checkpoint.safetensors import open_safetensors
+from quire.config.checkpoint.tensors import MappedCheckpoint
 from quire.config.model import ModelConfig
 from quire.kernels import Routing
 from quire.models.layers.batch_tensors import BatchTensors
@@ -35,6 +37,18 @@ NO_BATCH: BatchTensors = None  # type: ignore[assignment]
 @pytest.fixture
 def mixture(save_checkpoint: Any) -> Path:
     return save_checkpoint("Qwen3MoeForCausalLM", **MIXTURE)[0]
+
+
+def test_one_missing_matrix_of_an_expert_is_named_before_weights_are_read(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = load_file(mixture / "model.safetensors")
+    missing = next(name for name in tensors if re.search(r"layers\.1\..*experts\.2\.down_proj", name))
+    save_file({name: tensor for name, tensor in tensors.items() if name != missing}, mixture / "model.safetensors")
+    monkeypatch.setattr(MappedCheckpoint, "reading", lambda *_: pytest.fail("weights are read"))
+    with pytest.raises(CheckpointError, match=re.escape(missing.removeprefix("model."))) as caught:
+        load_model(ModelConfig.resolve(mixture))
+    assert "\n" not in str(caught.value)
 
 
 def logits_of(folder: Path, paged_run: Any) -> torch.Tensor:

@@ -10,12 +10,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print each architecture and what it is."""
+    """Print each architecture, what it is, in which formats it runs, and how fast."""
     from quire.models.registry import described_models  # loads torch
 
-    models = dict(described_models())
-    width = max(map(len, models))
-    for name, text in models.items():
-        line = json.dumps({"architecture": name, "description": text}) if options.json else f"{name:{width}}  {text}"
-        print(line)
+    models = list(described_models())
+    width = max(len(name) for name, _, _ in models)
+    for name, text, kind in models:
+        about = {"architecture": name, "description": text, "kind": kind.name}
+        about |= {"formats": kind.formats, "share_of_limit": kind.share}
+        print(json.dumps(about) if options.json else f"{name:{width}}  {text} [{kind.name}]")
+    if not options.json:
+        for kind in sorted({kind for _, _, kind in models}, key=lambda kind: kind.name):
+            print(f"\n{kind.name}: weights in {kind.formats}\n    share of the limit: {kind.share}")
     return 0

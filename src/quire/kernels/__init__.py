@@ -33,7 +33,7 @@ from quire.kernels.kv_cache import (
     write_latents,
 )
 from quire.kernels.lora import add_lora, pack_lora
-from quire.kernels.matmul import matmul, multiply_heads, pack_heads, pack_weight, unpack_weight
+from quire.kernels.matmul import matmul, matmul_heads, multiply_heads, pack_heads, pack_weight, unpack_weight
 from quire.kernels.quantized import (
     block_size,
     integer_format,
@@ -118,6 +118,7 @@ __all__ = [
     "make_layer_cache",
     "mapped_weight",
     "matmul",
+    "matmul_heads",
     "multiply_heads",
     "num_threads",
     "pack_blocks",

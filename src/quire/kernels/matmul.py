@@ -1,5 +1,7 @@
 """Matrix multiplication by weights that are packed once, at load, into the layout the kernel streams."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -88,6 +90,21 @@ def multiply_heads(x: Tensor, weights: HeadWeights) -> Tensor:
         raise refusal("multiply_heads", takes, x=x)
     with kernel_errors():
         return backend.latent.multiply_heads(x, weights)
+
+
+def matmul_heads(x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
+    """As matmul, of each head by a matrix [n, k] of its own: x [num_tokens, num_heads, k], of any stride from token to
+    token -> [num_tokens, num_heads, n] float32."""
+    backend, (first, *_) = backend_of(x), weights
+    fits = x.dim() == 3 and x.shape[1:] == (len(weights), first.k) and x.dtype is first.dtype and x.stride(2) == 1
+    if not fits or any(weight.n != first.n or weight.k != first.k for weight in weights):
+        takes = f"x [num_tokens, num_heads, k] of stride 1 in k, and for each head {first.dtype} [n, k]"
+        raise refusal("matmul_heads", takes, x=x, num_heads=len(weights), k=first.k)
+    with kernel_errors():
+        out = backend.empty((x.shape[0], len(weights), first.n), torch.float32)
+        for head, weight in enumerate(weights):
+            backend.matmul(x[:, head], weight, None, out[:, head])
+    return out
 
 
 def _multiply(

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.config.checkpoint.architectures import MODELS, POOLING_MODELS, unsupported
@@ -39,8 +40,36 @@ def model_class(architecture: str, model_impl: str = "quire") -> "type[Model]":
     return pooled(model, Kind[kind[0]])
 
 
-def described_models() -> Iterator[tuple[str, str]]:
-    """Every architecture, and the first line of its module: which models it is, and how they differ from others."""
+@dataclass(frozen=True, slots=True)
+class ModelKind:
+    """What is alike for many architectures."""
+
+    name: str
+    formats: str
+    """Of weights."""
+    share: str
+    """How much of the machine's limit was measured, and with what."""
+
+
+_OWN = "float32, bfloat16, int8, int4"
+_STORED = f"{_OWN}; GGUF, GPTQ, AWQ, compressed-tensors, FP8, MXFP4"
+_DENSE = ModelKind("dense", _STORED, "bfloat16 1.01, int8 0.66: one prompt, `python -m benchmarks throughput`")
+_KINDS = {
+    "mixtures": ModelKind("mixture", _STORED, "int4 0.68 to 0.85: one prompt, `python -m benchmarks mixture`"),
+    "latent": ModelKind(
+        "latent",
+        f"{_STORED}; `kv_b_proj` plain",
+        "attention alone, on busy cores: bfloat16 0.45, `quire bench attention`",
+    ),
+    "encoders": ModelKind("encoder", _OWN, "not measured against the limit"),
+}
+"""By the folder of `quire.models.families`. All others are dense."""
+
+
+def described_models() -> Iterator[tuple[str, str, ModelKind]]:
+    """Every architecture, the first line of its module (which models it is, and how they differ from others), and its
+    kind."""
     for architecture, path in (MODELS | POOLING_MODELS).items():
         module = importlib.import_module(path.partition(":")[0])
-        yield architecture, (module.__doc__ or "").partition("\n")[0].removesuffix(".")
+        kind = _KINDS.get(module.__name__.split(".")[3], _DENSE)
+        yield architecture, (module.__doc__ or "").partition("\n")[0].removesuffix("."), kind

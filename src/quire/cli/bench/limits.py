@@ -15,12 +15,15 @@ import torch
 
 from quire import kernels
 from quire.common.errors import ConfigError
+from quire.config.model import ModelConfig
 from quire.kernels.backends.native.arguments import DTYPE_CODES
 from quire.kernels.backends.native.backend import NativeBackend
 from quire.models.layers.embedding import Embedding
 from quire.models.layers.experts import Experts
 from quire.models.layers.linear import LmHead
+from quire.models.layers.weighted_layer import WeightedLayer
 from quire.models.registry import class_of
+from quire.models.weights.loader import build_model, open_weights
 from quire.runner.memory_plan import MemoryPlan
 
 COLD_BYTES = 256 * 2**20
@@ -77,7 +80,7 @@ class WeightCosts:
 
     @classmethod
     def of(cls, plan: MemoryPlan) -> "WeightCosts":
-        """Compute the costs from the checkpoint's configuration."""
+        """Compute the costs from the checkpoint's configuration and headers."""
         config = plan.config.model
         num_bytes, body, head = plan.weight_bytes, 0, 0
         made = class_of(config)
@@ -95,8 +98,7 @@ class WeightCosts:
                 elif len(spec.shape) == 2:
                     body += math.prod(spec.shape)
                     num_idle += math.prod(spec.shape) * idle.get(layer, 0.0)
-        active = 1 - num_idle / max(1, body + head)
-        return cls(int(num_bytes * active), int(body - num_idle), head)
+        return cls(int(num_bytes - _idle_bytes(config)), int(body - num_idle), head)
 
     def generation_s(
         self, limits: Limits, *, num_prompts: int, input_len: int, output_len: int, max_num_batched_tokens: int
@@ -114,6 +116,19 @@ class WeightCosts:
         prompts_s = num_steps * limits.least_s(self.num_bytes, prompt_flops / num_steps)
         decode_s = limits.least_s(self.num_bytes, 2.0 * num_prompts * (self.body + self.head))
         return prompts_s + (output_len - 1) * decode_s
+
+
+def _idle_bytes(config: ModelConfig) -> float:
+    """What the matrices of experts take that a token does not go to, in the formats that they will have."""
+    model = build_model(dataclasses.replace(config, max_model_len=1), open_weights(config))
+    return sum(
+        spec.num_bytes * (1 - mixture.routing.top_k / mixture.routing.num_experts)
+        for mixture in model.modules()
+        if isinstance(mixture, Experts)
+        for layer in mixture.experts.modules()
+        if isinstance(layer, WeightedLayer)
+        for spec in layer.weight_specs().values()
+    )
 
 
 def significant(share: float) -> float:

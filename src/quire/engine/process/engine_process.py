@@ -8,7 +8,6 @@ another thread reads messages, and a third one sends heartbeats.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import signal
@@ -18,6 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
@@ -324,6 +325,13 @@ def _beat_to_the_end(send: Callable[[bytes], None], pulse: Pulse) -> None:
         os._exit(1)
 
 
+def _lower_priority() -> None:
+    """Lower this thread's priority, and that of the session: Linux may divide the time among sessions first."""
+    os.nice(POOLING_NICENESS)
+    with suppress(OSError), Path("/proc/self/autogroup").open("w") as file:  # Linux only, and can be switched off
+        file.write(str(POOLING_NICENESS))
+
+
 def main(descriptor: int) -> None:
     """Serve the client whose socket has this file descriptor. Its first message has the engine's arguments."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the client handles them, and may finish its requests first
@@ -355,7 +363,7 @@ def main(descriptor: int) -> None:
     try:
         args = EngineArgs(**start.args)
         if args.resolve().model.runner == "pooling":
-            os.nice(POOLING_NICENESS)  # before the threads of the kernels start
+            _lower_priority()  # before the threads of the kernels start
         engine = LLMEngine.from_args(args)
     except Exception as error:
         if not isinstance(error, QuireError):
@@ -365,11 +373,8 @@ def main(descriptor: int) -> None:
     engine.grammars.prepare()
     gc.collect()
     gc.freeze()  # these objects live as long as the engine; examining them would delay a step by a tenth of a second
-    gc.enable()
     EngineProcess(engine, inbox, send, pulse=pulse).run()
 
 
 if __name__ == "__main__":
-    gc.disable()  # until the engine is made: what is imported and loaded stays
-    atexit.register(gc.freeze)  # so that a process whose engine could not be made ends at once
     main(int(sys.argv[1]))

@@ -68,8 +68,9 @@ class Distances(WeightedLayer):
             layer.qkv_proj.takes_adapters = False  # they would have to change the heads of distances too
 
     def weight_specs(self) -> Mapping[str, WeightSpec]:
-        num_heads = len(self._layers) * (self.shape.meets_queries + self.shape.meets_keys)
-        kept = (num_heads * math.prod(self.size) + 2 * self.max_len - 1) * torch.float32.itemsize
+        num_tables = self.shape.meets_queries + self.shape.meets_keys
+        kept = sum(num_tables * math.prod(self.size) * layer.qkv_proj.dtype.itemsize for layer in self._layers)
+        kept += (2 * self.max_len - 1) * torch.int32.itemsize
         specs = {"weight": WeightSpec((Part(self.size),), torch.float32, kept_bytes=kept)}
         if self.shape.norm_eps is not None:
             of_norm = WeightSpec((Part(self.size[1:]),), torch.float32, kept_bytes=0)
@@ -83,14 +84,15 @@ class Distances(WeightedLayer):
         for layer in self._layers:
             projection = layer.qkv_proj
             if table.is_meta:  # memory is planned, and none is taken
-                heads = table.new_empty((len(table), projection.shape[0]))
+                heads = table.new_empty((len(table), projection.shape[0]), dtype=projection.dtype)
             else:
-                heads = kernels.matmul(table.to(projection.dtype), projection.weight, projection.bias).float()
+                heads = kernels.matmul(table.to(projection.dtype), projection.weight, projection.bias)
+            # Each [num_heads, number of vectors, head_dim].
             queries, keys, _ = heads.view(len(table), 3, -1, layer.head_dim).permute(1, 2, 0, 3)
             assert isinstance(layer.attn, EncoderAttention)
             layer.attn.distances = DistanceHeads(
-                kernels.pack_heads(keys) if self.shape.meets_queries else None,  # [num_heads, buckets, head_dim]
-                kernels.pack_heads(queries) if self.shape.meets_keys else None,
+                [kernels.pack_weight(head) for head in keys] if self.shape.meets_queries else None,
+                [kernels.pack_weight(head) for head in queries] if self.shape.meets_keys else None,
                 term,
             )
 

@@ -1,4 +1,4 @@
-"""Gemma (Gemma Team 2024), Gemma 2 and the text models of Gemma 3."""
+"""Gemma (Gemma Team 2024), Gemma 2, VaultGemma (Sinha et al. 2025) and the text models of Gemma 3."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -84,6 +84,16 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
         """FULL or SLIDING."""
         period = hf.size("sliding_window_pattern", cls.default_period)
         return layer_type(hf, layer, lambda i: SLIDING if (i + 1) % period else FULL)
+
+
+class VaultGemmaForCausalLM(Gemma2ForCausalLM):
+    """Gemma 2 with norms before attention and MLP alone."""
+
+    renames: ClassVar = (*Gemma2ForCausalLM.renames, (r"\.pre_feedforward_layernorm\.", ".post_attention_layernorm."))
+
+    @classmethod
+    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
+        return replace(super().layer_shape(hf, layer), arrangement=Arrangement.PRE_NORM)
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):

@@ -1,6 +1,6 @@
 """Attention over the paged KV cache. Projections, head norms and rotary embedding are the model's."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -39,19 +39,19 @@ class HasVariant(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DistanceHeads:
-    """What the queries and keys of a layer are multiplied with for what they say of distances, all in float32."""
+    """What the queries and keys of a layer are multiplied with for what they say of distances."""
 
-    of_queries: kernels.HeadWeights | None
-    """[num_heads, num_terms, head_dim]: keys of distances."""
-    of_keys: kernels.HeadWeights | None
-    """The same: queries of distances."""
+    keys: Sequence[kernels.PackedWeight] | None
+    """For each head the keys of distances, [num_terms, head_dim]."""
+    queries: Sequence[kernels.PackedWeight] | None
+    """The same of their queries."""
     term: Tensor
     """As DistanceTerms has it."""
 
     def terms(self, query: Tensor, key: Tensor) -> DistanceTerms:
         """From query and key [num_tokens, num_heads, head_dim]."""
-        of_query = None if self.of_queries is None else kernels.multiply_heads(query.float(), self.of_queries)
-        of_key = None if self.of_keys is None else kernels.multiply_heads(key.float(), self.of_keys)
+        of_query = None if self.keys is None else kernels.matmul_heads(query, self.keys)
+        of_key = None if self.queries is None else kernels.matmul_heads(key, self.queries)
         return DistanceTerms(of_query, of_key, self.term)
 
 

@@ -26,6 +26,8 @@ class RopeShape:
     query_growth: float | None = None
     """Queries are multiplied by `1 + query_growth * log(1 + n)`, where n counts how often their position has passed the
     length trained on (Llama 4, Ministral 3). None: they are not."""
+    is_backward: bool = False
+    """Whether heads are rotated by the negative angles (NanoChat)."""
 
     @classmethod
     def read(
@@ -117,6 +119,8 @@ def rotary_table(config: ModelConfig, shape: RopeShape) -> Tensor:
     except (ArithmeticError, ValueError) as error:  # a base of 1, a length of 1, ...
         raise CheckpointError(f"{rope.source}: these rope parameters make no sense: {dict(rope)}") from error
     angles = torch.arange(config.max_model_len, dtype=torch.float32)[:, None] * inv_freq  # [max_model_len, dim / 2]
+    if shape.is_backward:
+        angles = -angles
     return torch.cat([angles.cos(), angles.sin()], dim=-1).mul_(attention_factor)
 
 

@@ -111,7 +111,8 @@ class Pooled(PoolingModel):
 def pooled(body: type[Encoder] | type[Decoder], kind: Kind) -> type[PoolingModel]:
     """The class of models of that kind."""
     name = body.__name__.removesuffix("ForCausalLM") + kind.value
-    values: dict[str, Any] = {"body_class": body, "kind": kind, "fused": body.fused, "__doc__": Pooled.__doc__}
+    values: dict[str, Any] = {"body_class": body, "kind": kind, "fused": body.fused, "can_record": body.can_record}
+    values["__doc__"] = Pooled.__doc__
     return type(name, (Pooled,), values)
 
 

@@ -13,7 +13,7 @@ from quire.models.layers.norm import NormShape
 class GPTNeoXForCausalLM(Decoder):
     """Without `use_parallel_residual`, one after the other."""
 
-    renames: ClassVar = (
+    renames: ClassVar[tuple[tuple[str, str], ...]] = (
         (r"^gpt_neox\.", ""),
         (r"^embed_in\.", "embed_tokens."),
         (r"^embed_out\.", "lm_head."),

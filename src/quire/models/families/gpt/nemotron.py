@@ -1,16 +1,16 @@
-"""Nemotron 4 and Minitron (NVIDIA 2024): layer norms whose weights are stored less 1, and a plain MLP."""
+"""Nemotron 4, Minitron (NVIDIA 2024) and Jais 2 (Inception 2025): Llama with layer norms and a plain MLP."""
 
 from dataclasses import replace
 
 from quire.config.hf_config import HFConfig
-from quire.models.decoder.shapes import MLPShape
+from quire.models.decoder.shapes import AttentionShape, MLPShape
 from quire.models.families.llama import LlamaForCausalLM
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.norm import NormShape
 
 
 class NemotronForCausalLM(LlamaForCausalLM):
-    """Squared rectifiers, and a partial rotary embedding."""
+    """Squared rectifiers, a partial rotary embedding, and weights of norms that are stored less 1."""
 
     @classmethod
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
@@ -20,3 +20,21 @@ class NemotronForCausalLM(LlamaForCausalLM):
     @classmethod
     def norm_shape(cls, hf: HFConfig) -> NormShape:
         return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False, has_bias=True, offset=1.0)
+
+
+class Jais2ForCausalLM(NemotronForCausalLM):
+    """Biases unless the config says otherwise, and weights of norms as they are."""
+
+    @classmethod
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        bias = hf.flag("attention_bias", True)
+        return replace(super().attention_shape(hf, layer), qkv_bias=bias, o_bias=bias)
+
+    @classmethod
+    def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
+        bias = hf.flag("mlp_bias", True)
+        return replace(super().mlp_shape(hf, layer), up_bias=bias, down_bias=bias)
+
+    @classmethod
+    def norm_shape(cls, hf: HFConfig) -> NormShape:
+        return replace(super().norm_shape(hf), offset=0.0)

@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 (GLM-4.5 Team 2025) and dots.llm1 (2025): experts chosen as in DeepSeek-V3, after a few wide MLPs."""
+"""GLM-4.5, 4.6 (GLM-4.5 Team 2025), dots.llm1 and Solar Open (2025): experts chosen as in DeepSeek-V3."""
 
 from dataclasses import replace
 
@@ -31,6 +31,16 @@ class Glm4MoeForCausalLM(Decoder):
     @classmethod
     def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
         return (*super().stacks(config), prediction_layer(config.hf_config))
+
+
+class SolarOpenForCausalLM(Glm4MoeForCausalLM):
+    """Experts in every layer, and whole heads are rotated."""
+
+    default_head_dim = 128
+
+    @classmethod
+    def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:
+        return corrected_experts(hf)
 
 
 class Dots1ForCausalLM(LlamaForCausalLM):

@@ -1,4 +1,4 @@
-"""OLMoE (Muennighoff et al. 2024): Llama with norms of queries and keys, and many small experts."""
+"""OLMoE (Muennighoff et al. 2024) and FlexOlmo (Shi et al. 2025): OLMo with norms of queries and keys, and experts."""
 
 from dataclasses import replace
 
@@ -6,8 +6,10 @@ from quire.config.hf_config import HFConfig
 from quire.models.decoder.reading import read_clip, read_routing
 from quire.models.decoder.shapes import AttentionShape, HeadNormShape, Span
 from quire.models.families.llama import LlamaForCausalLM
+from quire.models.families.olmo import Olmo2ForCausalLM
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.experts import ExpertsShape
+from quire.models.layers.norm import NormShape
 
 
 class OlmoeForCausalLM(LlamaForCausalLM):
@@ -20,6 +22,21 @@ class OlmoeForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:
-        num_experts, top_k = hf.size("num_experts", 64), hf.size("num_experts_per_tok", 8)
-        routing = read_routing(hf, num_experts, top_k, is_normalized=hf.flag("norm_topk_prob", False))
-        return ExpertsShape(routing, hf.size("intermediate_size"), activation_kind(hf, "hidden_act", "silu"))
+        return _experts(hf, hf.size("num_experts", 64), hf.size("num_experts_per_tok", 8))
+
+
+class FlexOlmoForCausalLM(Olmo2ForCausalLM):
+    """OLMo 2 with the experts of OLMoE."""
+
+    @classmethod
+    def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:
+        return _experts(hf, hf.size("num_experts", 7), hf.size("num_experts_per_tok", 5))
+
+    @classmethod
+    def norm_shape(cls, hf: HFConfig) -> NormShape:
+        return NormShape(hf.number("rms_norm_eps", 1e-6))
+
+
+def _experts(hf: HFConfig, num_experts: int, top_k: int) -> ExpertsShape:
+    routing = read_routing(hf, num_experts, top_k, is_normalized=hf.flag("norm_topk_prob", False))
+    return ExpertsShape(routing, hf.size("intermediate_size"), activation_kind(hf, "hidden_act", "silu"))

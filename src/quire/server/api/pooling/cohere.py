@@ -50,7 +50,7 @@ async def create_cohere_embeddings(request: Request) -> ASGIApp:
     return await numbers_response(
         api.CohereEmbedResponse(
             id=context.request_id,
-            embeddings=api.CohereEmbeddings(float=made.get("float", UNSET), base64=made.get("base64", UNSET)),
+            embeddings=api.CohereEmbeddings(numbers=made.get("float", UNSET), base64=made.get("base64", UNSET)),
             texts=body.texts,
             meta=api.CohereMeta(api_version=api.ApiVersion(), billed_units=units),
         ),

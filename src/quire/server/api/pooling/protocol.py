@@ -204,7 +204,7 @@ class CohereEmbedRequest(PoolingFields, kw_only=True):
 class CohereEmbeddings(msgspec.Struct, kw_only=True):
     """The embeddings in the forms that were asked for."""
 
-    float: list[list[float]] | UnsetType = UNSET
+    numbers: list[list[float]] | UnsetType = msgspec.field(default=UNSET, name="float")
     base64: list[str] | UnsetType = UNSET
 
 

@@ -1,0 +1,41 @@
+"""Persimmon (Adept 2023): GPT-NeoX, one part after the other, with layer norms of heads and squared rectifiers."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+from quire.config.hf_config import HFConfig
+from quire.config.model import rope_config
+from quire.models.decoder.shapes import Arrangement, AttentionShape, HeadNormShape, LayerShape, MLPShape
+from quire.models.families.gpt.gpt_neox import GPTNeoXForCausalLM
+from quire.models.layers.activation import activation_kind
+from quire.models.layers.rotary import RopeShape
+
+
+class PersimmonForCausalLM(GPTNeoXForCausalLM):
+    """Half of each head is rotated."""
+
+    renames: ClassVar = (
+        (r"^model\.", ""),
+        (r"^final_layernorm\.", "norm."),
+        (r"\.self_attn\.query_key_value\.", ".self_attn.qkv_proj."),
+        (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
+        (r"\.self_attn\.([qk])_layernorm\.", r".self_attn.\1_norm."),
+        *GPTNeoXForCausalLM.renames[-2:],
+    )
+
+    @classmethod
+    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
+        return replace(super().layer_shape(hf, layer), arrangement=Arrangement.PRE_NORM)
+
+    @classmethod
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        norm = HeadNormShape(cls.norm_shape(hf)) if hf.flag("qk_layernorm", True) else None
+        return replace(super().attention_shape(hf, layer), qkv_bias=True, o_bias=True, head_norm=norm)
+
+    @classmethod
+    def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
+        return RopeShape.read(rope_config(HFConfig({"partial_rotary_factor": 0.5, **hf}, hf.source)), head_dim)
+
+    @classmethod
+    def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
+        return replace(super().mlp_shape(hf, layer), activation=activation_kind(hf, "hidden_act", "relu2"))
