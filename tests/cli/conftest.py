@@ -8,7 +8,7 @@ import pytest
 
 from quire.cli import demo, main
 from quire.cli.arguments import options
-from quire.cli.bench import latency, throughput
+from quire.cli.bench import throughput
 
 from ..scripted_engine import scripted_llm
 from .command import Run
@@ -25,7 +25,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         seen.update(llm=llm, kwargs=kwargs)
         return llm
 
-    for module in (options, latency, throughput, demo):
+    for module in (options, throughput, demo):
         monkeypatch.setattr(module, "load_llm", load)
     yield seen
     if seen:

@@ -105,7 +105,7 @@ def test_latency_has_a_time_for_every_token(rows: Rows) -> None:
 
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_the_number_of_requests_at_once_is_limited(concurrency: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, executor = scripted_llm()
+    llm, executor = scripted_llm(speculative_config={"method": "off"})
     sizes = []
     execute = executor.execute
 

@@ -64,6 +64,26 @@ def test_the_end_of_the_input_ends_the_session(
     assert play(monkeypatch, scripted[0], ["Hello"]) == 0
 
 
+@pytest.mark.parametrize("speculates", [True, False])
+def test_accepted_drafts_are_coloured_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], speculates: bool
+) -> None:
+    llm, _ = scripted_llm(speculative_config={"method": "auto", "num_speculative_tokens": 4, "adaptive": False})
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    session = ChatSession(llm, PARAMS, None, shows_drafts=speculates)
+    session.answer("Hello")
+    assert "\x1b[32m" not in capsys.readouterr().out
+    session.reset()
+    session.answer("Hello")
+    out = capsys.readouterr().out
+    assert ("\x1b[32m" in out) == speculates
+    assert re.search(r"I read \d+ tokens 😀\.\n", re.sub(r"\x1b\[\d+m", "", out))
+    found = re.search(r", (\d+) of (\d+) drafts accepted\]", out)
+    assert (found is not None) == speculates
+    assert found is None or 0 < int(found[1]) <= int(found[2])
+
+
 def test_a_system_message_stays_through_a_reset(scripted: tuple[LLM, RecitingExecutor]) -> None:
     session = ChatSession(scripted[0], PARAMS, "Be kind.")
     session.answer("Hello")

@@ -177,7 +177,8 @@ def test_bench_ends_with_exactly_the_promised_keys(run: Run, loaded: dict[str, A
     assert status == 0
     assert list(result) == [
         "engine", "model", "dtype", "num_prompts", "input_len", "output_len", "elapsed_s", "output_tokens_per_s",
-        "total_tokens_per_s", "load_s", "peak_rss_bytes", "limit_s", "read_gb_per_s", "gflop_per_s",
+        "total_tokens_per_s", "load_s", "peak_rss_bytes", "drafted_tokens", "accepted_tokens",
+        "mean_acceptance_length", "limit_s", "read_gb_per_s", "gflop_per_s",
         "fraction_of_limit",
     ]  # fmt: skip
     assert (result["engine"], result["model"], result["dtype"]) == ("quire", "quire-tiny", "float32")
@@ -192,7 +193,14 @@ def test_bench_ends_with_exactly_the_promised_keys(run: Run, loaded: dict[str, A
     assert len(lines) == 1 + 2, "one row for each run, then the object"
     assert loaded["kwargs"]["enable_prefix_caching"] is False
     assert loaded["llm"].engine.stats().num_generated_tokens == 2 * 3 * 5
+    assert (result["drafted_tokens"], result["mean_acceptance_length"]) == (0, None), "no run spares another its work"
     assert len(run("bench", "throughput", *arguments, "--json", "--runs", "3")[1].splitlines()) == 1
+    config = json.dumps({"method": "auto", "num_speculative_tokens": 4, "adaptive": False})
+    status, out, _ = run("bench", "throughput", "--model", "quire-tiny", *arguments, "--speculative-config", config)
+    result = json.loads(out.splitlines()[-1])
+    assert result["drafted_tokens"] >= result["accepted_tokens"] > 0, "the first run's outputs are looked up"
+    assert 1 < result["mean_acceptance_length"] <= 5
+    assert f"drafts: {result['accepted_tokens']} of {result['drafted_tokens']} accepted, mean" in out
 
 
 def test_bench_takes_weights_that_another_tool_quantized(run: Run, tmp_path: Path) -> None:

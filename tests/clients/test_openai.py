@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from functools import partial
 
 import openai
 import pydantic
@@ -67,6 +68,29 @@ def test_a_stream_says_the_same(client: OpenAI) -> None:
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
     assert (last.choices, last.usage.completion_tokens) == ([], whole.usage.completion_tokens)
     assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_a_predicted_output_is_the_same_and_counted() -> None:
+    text = "The cat sat on the mat, and the dog lay beside it."
+    config = {"method": "prediction", "num_speculative_tokens": 4, "adaptive": False}
+    with saying_server(text, speculation=config) as server, OpenAI(**server.openai, max_retries=0) as client:
+        create = partial(client.chat.completions.create, model=MODEL, messages=QUESTION)
+        plain = create()
+        content = [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]
+        answer = create(prediction={"type": "content", "content": content})
+        assert answer.choices[0].message.content == plain.choices[0].message.content == text
+        details = answer.usage.completion_tokens_details
+        assert answer.usage.completion_tokens > details.accepted_prediction_tokens > 6
+        assert details.rejected_prediction_tokens == 0
+        assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
+        wrong = {"type": "content", "content": text[:20] + " ran away."}
+        with create(prediction=wrong, stream=True, stream_options={"include_usage": True}) as stream:
+            *_, last = stream
+        assert last.usage.completion_tokens_details.accepted_prediction_tokens > 2
+        assert last.usage.completion_tokens_details.rejected_prediction_tokens > 0
+        with pytest.raises(openai.BadRequestError, match="prediction") as refused:
+            create(prediction={"type": "content", "content": 5})
+        assert refused.value.param.startswith("prediction")
 
 
 def test_the_stream_helper_builds_the_whole_answer(client: OpenAI) -> None:

@@ -34,8 +34,11 @@ def says(page: Page, text: str, num_pieces: int = 7) -> None:
     """Let the server's next answers be this text, in pieces."""
     size = max(1, len(text) // num_pieces)
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    chunks = [{"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in pieces]
-    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    says_chunks(page, [{"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in pieces])
+
+
+def says_chunks(page: Page, chunks: list[dict], **last: object) -> None:
+    chunks = [*chunks, {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], **last}]
     body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
     def answer(route: Route) -> None:
@@ -237,6 +240,37 @@ def test_parameters_go_with_the_request_and_with_the_conversation(page: Page) ->
     page.get_by_text("Conversations (1)").click()
     page.get_by_role("button", name=re.compile("^What does json.dumps")).click()
     expect(page.locator("#temperature")).to_have_value("0.5")
+
+
+def test_accepted_drafts_are_marked_and_rejected_ones_counted(page: Page) -> None:
+    parts = [
+        ("def ", False),
+        ("area", True),
+        ("(r):\n", True),
+        ("    return <b>", False),
+        (" **3**", True),
+        (" r", False),
+    ]
+    drafted = {False: {}, True: {"drafted": True}}
+    chunks = [{"choices": [{"index": 0, "delta": {"content": text}, **drafted[mark]}]} for text, mark in parts]
+    says_chunks(page, chunks, timings={"decode_s": 0.5, "num_drafts": 9, "num_accepted_drafts": 4})
+    body = sent(page, lambda: ask(page, QUESTION))
+    assert "mark_drafts" not in body
+    answers(page)
+    expect(page.locator(".turn.assistant mark")).to_have_count(0)
+    expect(page.locator(".figures-line").last).to_contain_text("4 of 9 drafts accepted, 5 rejected")
+    set_up(page)
+    page.get_by_label("mark tokens that were drafted").check()
+    body = sent(page, lambda: ask(page, "Again"))
+    assert body["mark_drafts"] is True
+    answers(page)
+    page.reload()
+    page.get_by_text("Conversations (1)").click()
+    page.get_by_role("button", name=re.compile("^What does json.dumps")).click()
+    answer = page.locator(".turn.assistant .text").last
+    expect(answer).to_have_text("".join(text for text, _ in parts))
+    assert "".join(answer.locator("mark").all_text_contents()) == "area(r):\n **3**"
+    expect(page.get_by_label("mark tokens that were drafted")).to_be_checked()
 
 
 def test_a_request_that_is_refused_gives_the_message_back(page: Page, served: Served) -> None:

@@ -53,6 +53,7 @@ WRONG = {
     "output_kind": ["all", None, 1],
     "priority": [2**31 + 1, 0.5, True, None],
     "tenant": [5, None, "x" * 257, "\udfff"],
+    "prediction": [5, True, b"x", {}, [-1], ["x"], [1.5], [None], "x" * (2**22 + 1), [0] * (2**22 + 1)],
 }
 
 
@@ -79,6 +80,7 @@ def test_a_wrong_value_is_refused_and_named(name, value):
         ("logit_bias", {5: -100, 6: 100.0}), ("logit_bias", {}), ("bad_words", ["a b"]), ("allowed_token_ids", [0]),
         ("logits_processors", [print] * 16), ("truncate_prompt_tokens", -1), ("truncate_prompt_tokens", 1),
         ("cache_salt", "s" * 1024), ("output_kind", "delta"), ("tenant", "t" * 256), ("priority", -(2**31)),
+        ("prediction", ""), ("prediction", []), ("prediction", "x" * 2**22), ("prediction", [2**40]),
     ],
 )  # fmt: skip
 def test_the_ends_of_every_range_are_in_it(name, value):

@@ -54,6 +54,17 @@ def test_drafts_and_batches_in_flight_leave_the_solo_tokens(requests, num_drafts
         harness.check_output(group)
 
 
+@pytest.mark.parametrize("error_rate", [0.0, 0.5, 1.0])
+def test_a_prompt_whose_step_verifies_drafts_counts_as_computed(error_rate):
+    harness = Harness(num_blocks=20, draft=Guesser(error_rate=error_rate))
+    group = harness.add([1] * 6, 12)
+    harness.run()
+    assert group.metrics.first_token_time is not None
+    assert harness.committer.num_prompt_tokens == 6
+    harness.add([1] * 6, 12)
+    assert harness.step().sequences[0].start == 5, "all but the last token is found"
+
+
 @pytest.mark.parametrize(("error_rate", "num_steps"), [(0.0, 3), (1.0, 12)])
 def test_right_drafts_save_steps_and_wrong_ones_cost_none(error_rate, num_steps):
     harness = Harness(num_blocks=20, draft=Guesser(error_rate=error_rate))

@@ -3,7 +3,7 @@
 import pytest
 
 from quire import LLM, ConfigError, SamplingParams
-from quire.engine.metrics import HELP, Counter, Gauge, Histogram, Metric
+from quire.engine.metrics import HELP, Counter, Gauge, Histogram, Metric, Vector
 
 from ..scripted_engine import scripted_llm
 
@@ -68,5 +68,30 @@ def test_requests_are_measured_only_where_that_was_asked_for() -> None:
 
 def test_every_metric_has_an_explanation(llm: LLM) -> None:
     of_adapters = {name for name in HELP if ":lora_" in name}
-    assert len(of_adapters) == 5
-    assert {metric.name for metric in llm.get_metrics()} == set(HELP) - of_adapters
+    of_drafts = {name for name in HELP if ":spec_decode_" in name}
+    assert (len(of_adapters), len(of_drafts)) == (5, 4)
+    assert {metric.name for metric in llm.get_metrics()} == set(HELP) - of_adapters - of_drafts
+
+
+def test_drafts_are_counted_by_drafter_under_vllms_names() -> None:
+    config = {"method": "prediction", "num_speculative_tokens": 3, "adaptive": False}
+    llm = scripted_llm(disable_log_stats=False, speculative_config=config)[0]
+    (plain,) = llm.generate("Hello", SamplingParams(max_tokens=30), use_tqdm=False)
+    before = metrics_of(llm)
+    params = SamplingParams(max_tokens=30, prediction=plain.outputs[0].token_ids)
+    (output,) = llm.generate("Hello", params, use_tqdm=False)
+    found = metrics_of(llm)
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+    name, drafter = "vllm:spec_decode_num_", "['prediction']"
+    assert name + "drafts" + drafter not in before
+    (drafts, tokens, accepted) = (
+        found[name + kind + drafter] for kind in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    assert isinstance(accepted, Counter)
+    by_position = found[name + "accepted_tokens_per_pos" + drafter]
+    assert isinstance(by_position, Vector)
+    assert len(by_position.values) == 3
+    assert sum(by_position.values) == accepted.value == len(output.outputs[0].accepted_drafts) > 6
+    assert by_position.values == sorted(by_position.values, reverse=True)
+    assert drafts.value >= by_position.values[0]  # type: ignore[attr-defined]
+    assert tokens.value >= accepted.value  # type: ignore[attr-defined]

@@ -105,6 +105,29 @@ def salts() -> Iterator[Ask]:
     yield raw('{"prompt": "a", "cache_salt": "\\ud800"}')
 
 
+def predictions() -> Iterator[Ask]:
+    for text in ("", NUL, BIDI, "<|im_end|>" * 50, "\U0001f600" * 100, "Hi" * 300):
+        yield served(prediction=text)
+        yield served(prediction=text, n=3)
+    for wrong in (5, True, 1.5, ["x"], [True], {"a": "b"}, "x" * 2**22 + "x", "a b " * 20_000):
+        yield refused("prediction", prediction=wrong)
+    for wrong in (
+        {"content": "x"},
+        {"type": "content"},
+        {"type": "x", "content": "x"},
+        [5],
+        {"type": "content", "content": [5]},
+    ):
+        yield Ask({"prediction": wrong}, words="prediction", is_online_only=True)
+    many = [{"type": "text", "text": "x"}] * 20_000
+    yield Ask({"prediction": {"type": "content", "content": many}}, (200, 400, 413), is_online_only=True)
+    yield Ask({"prediction": "Hi", "use_beam_search": True, "n": 2}, words="prediction", is_online_only=True)
+    yield raw('{"prompt": "a", "prediction": "\\ud800"}')
+    for ids in ([-1], [VOCAB], [2**70], [0] * 2**22 + [0]):
+        yield Ask({"prediction": ids}, words="prediction", path="offline only")
+    yield Ask({"prediction": SURROGATE}, (200, 400), path="offline only")
+
+
 def texts(name: str, max_num: int, max_len: int) -> list[Ask]:
     """Of a list of strings."""
     return [
@@ -191,6 +214,7 @@ PARAMS = [
     Case("10,000 stop strings", texts("stop", 1024, 16_384)),
     Case("NaN, infinities, 1e400", floats),
     Case("cache salts of every odd kind", salts),
+    Case("predictions of every odd kind", predictions),
     Case("many prompts", [
         Ask({"prompt": ["a"] * 1025}, (400, 429), "1,024 are allowed|wait", is_online_only=True),
         Ask({"prompt": ["Hi"] * 256, "max_tokens": 1}, (200, 429), is_online_only=True),

@@ -13,8 +13,8 @@ from tests.server.responses import Say
 
 @pytest.fixture
 def reciting() -> Server:
-    """Over a model that says how long its prompt was."""
-    llm, executor = scripted_llm()
+    """Over a model that says how long its prompt was, a token in each step."""
+    llm, executor = scripted_llm(speculative_config={"method": "off"})
     return serve(llm.engine, executor)
 
 

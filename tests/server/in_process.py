@@ -233,9 +233,11 @@ def state_over(llm: Any, *names: str, args: ServerArgs | None = None) -> ServerS
     return ServerState(models=ModelPool.of(llm, names, args), args=args)
 
 
-def saying(reply: str = "Hello!", first_replies: Sequence[str] = (), **kwargs: Any) -> Server:
+def saying(
+    reply: str = "Hello!", first_replies: Sequence[str] = (), speculation: dict[str, Any] | None = None, **kwargs: Any
+) -> Server:
     """An application over a model that says `reply` to everything, after each of `first_replies` was said once."""
-    llm, executor = scripted_llm()
+    llm, executor = scripted_llm(speculative_config=speculation or {"method": "off"})
     said = SayingExecutor(executor.tokenizer)
     said.reply, said.first_replies = reply, first_replies
     llm.engine.executor = said

@@ -32,6 +32,7 @@ def test_a_completion_has_openai_s_shape(reciting):
         "completion_tokens": num_written,
         "total_tokens": num_tokens + num_written,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
     }
     assert 0 <= body["timings"]["queue_s"] <= body["timings"]["total_s"]
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.common.outputs import AdapterStats, EngineStats, RequestMetrics
+from quire.common.outputs import AdapterStats, DraftStats, EngineStats, RequestMetrics
 from quire.common.params import SamplingParams
 from quire.config.cache import CacheConfig
 from quire.config.lora import LoRAConfig
@@ -41,7 +41,8 @@ class Engine:
 
     def __init__(self) -> None:
         self.prefix = PrefixCacheStats()
-        self.counts = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"num_blocks": 10, "adapters": {}}
+        self.counts = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"num_blocks": 10}
+        self.counts |= {"adapters": {}, "drafts": {}}
 
     def stats(self) -> EngineStats:
         return EngineStats(**self.counts | {"prefix_cache": self.prefix.to_dict()})
@@ -227,6 +228,34 @@ def test_adapters_are_counted_by_name(engine, metrics):
     }
 
 
+def use_drafts(engine):
+    engine.counts["drafts"] = {"prediction": DraftStats([3, 1], 4, 7), "own": DraftStats([2, 0], 2, 2)}
+
+
+def test_drafts_are_counted_by_drafter_and_position(engine, metrics):
+    assert "spec_decode" not in metrics.render()[0].decode()
+    use_drafts(engine)
+    families = text_string_to_metric_families(metrics.render()[0].decode())
+    found = {
+        (family.name.removeprefix("vllm:spec_decode_num_"), s.labels["drafter"], s.labels.get("position")): s.value
+        for family in families
+        if "spec_decode" in family.name
+        for s in family.samples
+    }
+    assert found == {
+        ("drafts", "prediction", None): 4,
+        ("drafts", "own", None): 2,
+        ("draft_tokens", "prediction", None): 7,
+        ("draft_tokens", "own", None): 2,
+        ("accepted_tokens", "prediction", None): 4,
+        ("accepted_tokens", "own", None): 2,
+        ("accepted_tokens_per_pos", "prediction", "0"): 3,
+        ("accepted_tokens_per_pos", "prediction", "1"): 1,
+        ("accepted_tokens_per_pos", "own", "0"): 2,
+        ("accepted_tokens_per_pos", "own", "1"): 0,
+    }
+
+
 def test_several_models_share_families_and_differ_in_their_label(engine, clock):
     other = Engine()
     other.counts["num_running"] = 4
@@ -271,6 +300,7 @@ def test_a_histogram_counts_each_value_once(values):
 
 def test_every_metric_is_documented_and_no_other(engine, metrics):
     use_adapters(engine)
+    use_drafts(engine)
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     documented = set(re.findall(r"^\| `((?:vllm|quire):\w+)`", text, re.MULTILINE))
     assert documented == {name for name in scraped_names(metrics) if ":" in name}

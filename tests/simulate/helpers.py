@@ -30,11 +30,20 @@ def make(
     seqs=64,
     kind=Simulator,
     churn=None,
+    acceptance=None,
+    draft_length=4,
     **limits,
 ):
     host_bytes = num_host_blocks * block_size * SPEC.bytes_per_token
     cache = kv_cache_config([SPEC], block_size, num_blocks=num_blocks, host_bytes=host_bytes)
-    return kind(cache, SchedulerConfig(seqs, tokens, **limits), enable_prefix_caching=caching, churn=churn)
+    return kind(
+        cache,
+        SchedulerConfig(seqs, tokens, **limits),
+        enable_prefix_caching=caching,
+        churn=churn,
+        acceptance=acceptance,
+        draft_length=draft_length,
+    )
 
 
 def simulate(trace, **options):

@@ -39,6 +39,7 @@ def test_every_schedule_gives_the_same_outputs(shape):
         "priority": {"num_blocks": 160, "policy": "priority"},
         "fair": {"num_blocks": 160, "policy": "fair"},
         "prefix": {"num_blocks": 160, "policy": "prefix"},
+        "drafting": {"num_blocks": 160, "acceptance": 0.6},
     }
     for limits in tight.values():
         assert simulate(trace(), **limits)["outputs_digest"] == roomy["outputs_digest"]
@@ -55,7 +56,33 @@ def test_pressure_preempts_by_the_method_asked_for():
     assert swapped["swapped_out_blocks"] >= swapped["swapped_in_blocks"] > 0
 
 
-@pytest.mark.parametrize("arguments", [[], ["--shape", "chat"], ["--beam-width", "3"]])
+def test_right_drafts_cut_the_steps_and_wrong_ones_change_nothing():
+    def figures(**options):
+        return simulate(synthetic_trace(5, num_requests=30, requests_per_s=2.0), **options)
+
+    plain, wrong, some, right = figures(), *(figures(acceptance=share) for share in (0.0, 0.7, 1.0))
+    assert wrong == plain
+    assert len({each["outputs_digest"] for each in (plain, some, right)}) == 1
+    assert right["steps"] < 0.6 * plain["steps"]
+    assert right["steps"] < some["steps"] < plain["steps"]
+    assert right["accepted_tokens"] == right["drafted_tokens"] > plain["output_tokens"] / 2
+    assert 0.4 < some["accepted_tokens"] / some["drafted_tokens"] < 0.7, "none counts after the first wrong one"
+    assert right["simulated_s"] < plain["simulated_s"]
+    longer = figures(acceptance=1.0, draft_length=12)
+    assert longer["steps"] < right["steps"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [(["--acceptance", "1.5"], "--acceptance"), (["--acceptance", "nan"], "--acceptance"),
+     (["--draft-length", "0"], "--draft-length"), (["--draft-length", "33"], "--draft-length")],
+)  # fmt: skip
+def test_drafts_that_cannot_be_are_refused(arguments, name, capsys):
+    assert main(["simulate", *arguments]) == 2
+    assert f"{name} {arguments[1]}: must be from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--shape", "chat"], ["--beam-width", "3"], ["--acceptance", "0.5"]])
 def test_one_seed_is_one_run_to_the_byte(arguments, capsys):
     printed = []
     for seed in (1, 1, 2):

@@ -44,7 +44,7 @@ class Request:
 
 def make_llm(format_name: str, **changed: Any) -> LLM:
     """A cache so small that requests are preempted, swapped and find each other's prefixes."""
-    settings = {"max_model_len": 64, "num_gpu_blocks_override": 24, "max_num_seqs": 64, "max_num_batched_tokens": 96}
+    settings = {"max_model_len": 64, "num_gpu_blocks_override": 20, "max_num_seqs": 64, "max_num_batched_tokens": 96}
     lora = {"enable_lora": True, "max_lora_rank": 4, "max_loras": 2}
     return LLM(**settings | {"swap_space": 0.001} | lora | FORMATS[format_name] | changed)
 

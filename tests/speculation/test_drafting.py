@@ -191,3 +191,20 @@ def test_an_interrupt_is_not_contained() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         propose(drafting_of(FunctionDrafter(interrupted)), request())
+
+
+def test_drafts_are_accepted_where_nothing_learns_of_them() -> None:
+    harness = Harness(num_blocks=20, draft=lambda group, seq: expected_output([1] * 6, 12)[seq.num_output_tokens :])
+    harness.committer.drafting = None
+    group = harness.add([1] * 6, 12)
+    harness.run()
+    harness.check_output(group)
+    assert harness.scheduler.num_steps < 12
+    assert harness.scheduler.drafting.stats["function"].num_drafts == 0
+
+
+def test_of_a_sequence_without_drafts_nothing_is_learned() -> None:
+    drafting = drafting_of(Scripted("a", NO_DRAFT))
+    drafting.observe(request().seqs[0], 2, 1)
+    assert drafting.stats["a"].num_drafts == 0
+    assert not drafting.num_errors

@@ -17,6 +17,7 @@ from quire.common.errors import ConfigError
 from quire.config.kv_cache import FullAttentionSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.scheduler import SchedulerConfig
+from quire.config.speculative import MOST_TOKENS
 
 if TYPE_CHECKING:
     from quire.interfaces.simulate.simulator import Simulator
@@ -47,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(limits, "--tenant-weights", tenant_weights, "A=2,B=1", "policy fair: shares of tenants (default: 1 each)")
     _add(limits, "--target-step-ms", float, "MS", "shorten prefill chunks to this step time")
     limits.add_argument("--no-prefix-caching", action="store_true", help="never reuse a prefix")
+    speculation = parser.add_argument_group("speculation")
+    _add(speculation, "--acceptance", float, "P", "draft tokens, each right with this probability (default: no drafts)")
+    _add(speculation, "--draft-length", int, "N", "largest number of tokens drafted for a sequence", 4)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object")
     _add(output, "--plot", Path, "FILE", "plot blocks, queues and hit rate as .png or .svg")
@@ -94,6 +98,10 @@ def _simulator(options: argparse.Namespace) -> Simulator:
 
     if options.block_size < 1 or options.num_host_blocks < 0:
         raise ConfigError("--block-size must be positive, --num-host-blocks not less than 0")
+    if not 0.0 <= (1.0 if options.acceptance is None else options.acceptance) <= 1.0:
+        raise ConfigError(f"--acceptance {options.acceptance}: must be from 0 to 1")
+    if not 1 <= options.draft_length <= MOST_TOKENS:
+        raise ConfigError(f"--draft-length {options.draft_length}: must be from 1 to {MOST_TOKENS}")
     spec = FullAttentionSpec(num_kv_heads=1, head_dim=2, dtype="float32")
     cache = kv_cache_config(
         [spec],
@@ -109,7 +117,8 @@ def _simulator(options: argparse.Namespace) -> Simulator:
         tenant_weights=options.tenant_weights or {},
         target_step_ms=options.target_step_ms,
     )
-    return Simulator(cache, limits, enable_prefix_caching=not options.no_prefix_caching)
+    drafts = {"acceptance": options.acceptance, "draft_length": options.draft_length}
+    return Simulator(cache, limits, enable_prefix_caching=not options.no_prefix_caching, **drafts)
 
 
 def _print(figures: Mapping[str, Any], as_json: bool) -> None:

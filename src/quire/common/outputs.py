@@ -46,6 +46,9 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     """For each of `token_ids`, log-probabilities by token id: first the token itself, then the likeliest tokens, in the
     number that was requested."""
+    accepted_drafts: list[int] = field(default_factory=list, compare=False)
+    """Places in `token_ids` of the tokens that were proposed before the model drew them. Which these are depends on the
+    load; outputs that differ only in them are equal."""
 
     @property
     def finished(self) -> bool:
@@ -62,6 +65,18 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By drafter, the number of drafts that were verified, and of those that were right."""
+
+    def count_drafts(self, drafter: str, num_drafts: int, num_accepted: int) -> None:
+        """Count drafts of this drafter."""
+        num_before, num_accepted_before = self.drafts.get(drafter, (0, 0))
+        self.drafts[drafter] = num_before + num_drafts, num_accepted_before + num_accepted
+
+    @property
+    def num_drafts(self) -> tuple[int, int]:
+        """The numbers for all drafters together."""
+        return sum(given for given, _ in self.drafts.values()), sum(right for _, right in self.drafts.values())
 
 
 @dataclass(slots=True)
@@ -179,6 +194,8 @@ class EngineStats:
     """Tokens queried, hit (by place), missed (by reason), evicted and spilled; see docs/kv-cache.md."""
     adapters: dict[str, AdapterStats] = field(default_factory=dict)
     """By name, the LoRA adapters that were used."""
+    drafts: dict[str, DraftStats] = field(default_factory=dict)
+    """By drafter, if any of its drafts was verified."""
 
     @property
     def kv_cache_usage(self) -> float:

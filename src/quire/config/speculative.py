@@ -9,12 +9,13 @@ from typing import Any
 from quire.common.errors import ConfigError, check_choice, nearest_name
 from quire.common.log import logger
 
-SOURCES = ("prediction", "own", "recent")
+PREDICTION = "prediction"
+SOURCES = (PREDICTION, "own", "recent")
 METHODS: Mapping[str, tuple[str, ...]] = {
     "auto": SOURCES,
     "suffix": SOURCES,
-    "ngram": ("prediction", "own"),
-    "prediction": ("prediction",),
+    "ngram": (PREDICTION, "own"),
+    "prediction": (PREDICTION,),
     "off": (),
 }
 """By method, where drafts are looked up: in the request's `prediction`, its own tokens, its tenant's recent outputs."""
@@ -31,7 +32,8 @@ _WITHOUT_EFFECT = (
     "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob",
 )  # fmt: skip
 """Fields of vLLM that bound what is tried: here measured times and acceptances do."""
-_MOST_TOKENS = 32
+MOST_TOKENS = 32
+"""Most drafts of a sequence in a step that can be asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +83,10 @@ class SpeculativeConfig:
         low = values.get("min_match", max(1, min(default.min_match, values.get("max_match", default.min_match))))
         high = values.get("max_match", max(default.max_match, low))
         config = cls(**values | {"min_match": low, "max_match": high})
-        if not 1 <= config.num_speculative_tokens <= _MOST_TOKENS:
+        if not 1 <= config.num_speculative_tokens <= MOST_TOKENS:
             raise ConfigError(
                 f"speculative_config: num_speculative_tokens={config.num_speculative_tokens} must be from 1 to "
-                f"{_MOST_TOKENS}"
+                f"{MOST_TOKENS}"
             )
         if not 1 <= config.min_match <= config.max_match:
             raise ConfigError(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.common.outputs import AdapterStats, EngineStats, RequestMetrics
+from quire.common.outputs import AdapterStats, DraftStats, EngineStats, RequestMetrics
 from quire.config.cache import CacheConfig
 from quire.config.lora import LoRAConfig
 
@@ -43,7 +43,7 @@ class Gauge(Metric):
 
 @dataclass
 class Vector(Metric):
-    """Counters by position. No metric is one so far: vLLM has one of accepted drafts."""
+    """Counters by position. A server exports each with the label `position`."""
 
     values: list[int]
 
@@ -115,6 +115,12 @@ _ADAPTERS: Mapping[str, tuple[str, type[Counter] | type[Gauge], Callable[[Adapte
         "Tokens generated for requests that have ended, by LoRA adapter", Counter, lambda a: a.num_generated_tokens,
     ),
 }  # fmt: skip
+_DRAFTS: Mapping[str, tuple[str, Callable[[DraftStats], int]]] = {
+    "vllm:spec_decode_num_drafts": ("How often drafts of a sequence were verified", lambda d: d.num_drafts),
+    "vllm:spec_decode_num_draft_tokens": ("Drafts that were verified", lambda d: d.num_tokens),
+    "vllm:spec_decode_num_accepted_tokens": ("Drafts that were right", lambda d: d.num_accepted),
+}
+_DRAFTS_BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 
@@ -273,6 +279,10 @@ class EngineMetrics:
         for name, (_, metric, read) in _ADAPTERS.items():
             by_adapter = {adapter: read(counts) for adapter, counts in stats.adapters.items()}
             yield from self._split(metric, name, "lora_name", by_adapter)
+        for name, (_, count) in _DRAFTS.items():
+            yield from self._split(Counter, name, "drafter", {key: count(of) for key, of in stats.drafts.items()})
+        for drafter, of in stats.drafts.items():
+            yield Vector(_DRAFTS_BY_POSITION, self.labels | {"drafter": drafter}, of.num_accepted_at)
 
     def _split(
         self, kind: type[Counter] | type[Gauge], name: str, label: str, values: Mapping[str, int]
@@ -284,7 +294,8 @@ class EngineMetrics:
 
 HELP: Mapping[str, str] = {
     **{name: text for table in (_GAUGES, _COUNTERS) for name, (text, _) in table.items()},
-    **{name: text for name, (text, *_) in _ADAPTERS.items()},
+    **{name: text for table in (_ADAPTERS, _DRAFTS) for name, (text, *_) in table.items()},
+    _DRAFTS_BY_POSITION: "Drafts that were right, by position among the drafts of a sequence, from 0",
     "vllm:lora_requests_info": "LoRA adapters of unfinished requests in the labels; the value is the time",
     **{f"vllm:{name}": text for name, (text, _) in _HISTOGRAMS.items()},
     "vllm:request_success": "Finished requests, by reason",

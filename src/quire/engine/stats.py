@@ -11,6 +11,7 @@ def engine_stats(
 ) -> EngineStats:
     """The statistics now. `num_held` requests wait for their grammars and are not in a queue of the scheduler."""
     requests, prefix = scheduler.requests, blocks.stats
+    drafts = {} if committer.drafting is None else committer.drafting.stats
     return EngineStats(
         num_running=len(requests.running),
         num_waiting=requests.num_waiting + num_held,
@@ -28,4 +29,5 @@ def engine_stats(
         num_pinned_blocks=blocks.pins.num_blocks,
         prefix_cache=prefix.to_dict(),
         adapters=scheduler.adapters.stats(),
+        drafts={name: counts.copy() for name, counts in drafts.items() if counts.num_drafts},
     )

@@ -1,7 +1,8 @@
 """Measure how fast this machine runs a model, the kernels and the scheduler; each result is one line of JSON.
 
 `throughput` and `latency` use random prompts and greedy decoding, ignore end-of-sequence tokens, and turn the prefix
-cache off. The machine's limits are measured in the same run, and each result says what share of them was reached.
+cache off, and speculation too unless --speculative-config is given: random prompts say nothing about it. The machine's
+limits are measured in the same run, and each result says what share of them was reached.
 """
 
 import argparse

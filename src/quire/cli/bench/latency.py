@@ -10,20 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from quire.cli.arguments.options import load_llm
 from quire.cli.bench.limits import Limits, significant
-from quire.cli.bench.throughput import greedy, random_prompts, run_once
+from quire.cli.bench.throughput import acceptance, greedy, load_for_bench, random_prompts, run_once
 from quire.common.progress import progress
 from quire.engine.llm_engine import LLMEngine
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield one row. `of_limit` is the time to read all weights once, divided by the median time between tokens."""
-    options.enable_prefix_caching = False
-    llm = load_llm(options)
+    llm = load_for_bench(options)
     config = llm.engine.model_config
     prompts = random_prompts(options.num_prompts, options.input_len, config.vocab_size)
     run_once(llm, prompts[:1], options.output_len)  # warms up
+    before = llm.engine.stats()
     with progress("latency", len(prompts), "request") as advance:
         times = token_times(llm.engine, prompts, options.output_len, options.concurrency, options.request_rate, advance)
     read_s = llm.engine.plan.weight_bytes / Limits.measure(config.dtype).read_bytes_per_s
@@ -35,6 +34,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "first_token_ms": percentiles_ms([tokens[1] - tokens[0] for tokens in times]),
         "between_tokens_ms": percentiles_ms(between) if between else None,
         "of_limit": significant(read_s * 1e3 / percentiles_ms(between)["p50"]) if between else None,
+        **acceptance(before, llm.engine.stats()),
     }
 
 

@@ -22,6 +22,7 @@ from quire.common.errors import RequestError
 from quire.common.params import SamplingParams
 
 if TYPE_CHECKING:
+    from quire.common.outputs import EngineStats
     from quire.interfaces.llm import LLM
 
 _SEED = 0
@@ -32,19 +33,25 @@ _FIRST_TOKEN_ID = 3
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Load the model, run the batch, and yield the last run's row; print every run unless only JSON is wanted."""
     start = time.perf_counter()
-    options.enable_prefix_caching = False
-    llm = load_llm(options)
+    llm = load_for_bench(options)
     load_s = time.perf_counter() - start
     prompts = random_prompts(options.num_prompts, options.input_len, llm.engine.model_config.vocab_size)
     result: dict[str, Any] = {}
     for i in range(options.runs):
+        before = llm.engine.stats()
         result = _result(options, llm, run_once(llm, prompts, options.output_len, use_tqdm=True), load_s)
+        result |= acceptance(before, llm.engine.stats())
         if not options.json:
             print(
                 f"run {i + 1}: {result['elapsed_s']:.3f} s, {result['output_tokens_per_s']:.1f} output tokens/s, "
                 f"{result['total_tokens_per_s']:.1f} total tokens/s",
                 flush=True,
             )
+    if not options.json and result["drafted_tokens"]:
+        print(
+            f"drafts: {result['accepted_tokens']} of {result['drafted_tokens']} accepted, "
+            f"mean acceptance length {result['mean_acceptance_length']}"
+        )
     result |= _limit(options, llm, result["elapsed_s"])  # last, because measuring raises the peak of memory
     if not options.json and result["fraction_of_limit"] is not None:
         print(
@@ -52,6 +59,24 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             f"{result['gflop_per_s']:.0f} GFLOP/s; fraction of the limit reached: {result['fraction_of_limit']:.2f}"
         )
     yield result
+
+
+def load_for_bench(options: argparse.Namespace) -> LLM:
+    """Load the model without what would spare it work that it did in an earlier run."""
+    options.enable_prefix_caching = False
+    options.speculative_config = getattr(options, "speculative_config", None) or {"method": "off"}
+    return load_llm(options)
+
+
+def acceptance(before: EngineStats, after: EngineStats) -> dict[str, Any]:
+    """Return how many drafts were verified and accepted between two moments, and the mean number of tokens that a
+    verification of drafts gave, which vLLM calls the mean acceptance length."""
+    num_drafts, num_tokens, num_accepted = (
+        sum(getattr(each, name) * sign for stats, sign in ((after, 1), (before, -1)) for each in stats.drafts.values())
+        for name in ("num_drafts", "num_tokens", "num_accepted")
+    )
+    length = round(1 + num_accepted / num_drafts, 2) if num_drafts else None
+    return {"drafted_tokens": num_tokens, "accepted_tokens": num_accepted, "mean_acceptance_length": length}
 
 
 def random_prompts(num_prompts: int, input_len: int, vocab_size: int) -> list[list[int]]:

@@ -1,12 +1,13 @@
 """Talk with a model, turn by turn; each answer is printed while it is generated.
 
 /help lists the commands. A line below each answer shows its speed and how many prompt tokens came from the prefix
-cache.
+cache, and with --speculate how many drafts were accepted; on a terminal their text is coloured.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -23,6 +24,7 @@ from quire.cli.arguments.options import (
 )
 from quire.common.errors import RequestError, nearest_name
 from quire.common.interrupts import interrupt_deferred
+from quire.engine.requests.drafted_text import DraftedText
 
 if TYPE_CHECKING:
     from quire.common.outputs import RequestOutput
@@ -43,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message at the beginning of the conversation")
+    parser.add_argument(
+        "--speculate",
+        action="store_true",
+        help="show what came from accepted drafts; --speculative-config chooses them",
+    )
     add_lora_argument(parser)
     add_sampling_arguments(parser)
     add_engine_arguments(parser)
@@ -52,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     """Load the model, then read and answer messages until the input ends."""
     given = sampling_options(options)
     llm, lora = load_llm_and_adapter(options)
-    session = ChatSession(llm, sampling_params(given, llm), options.system, lora)
+    session = ChatSession(llm, sampling_params(given, llm), options.system, lora, shows_drafts=options.speculate)
     interactive = sys.stdin.isatty()
     if interactive:
         import readline  # noqa: F401  importing it makes input() editable
@@ -83,11 +90,20 @@ def run(options: argparse.Namespace) -> int:
 class ChatSession:
     """One conversation with a model, printed as it is generated."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, lora_request: AnyAdapter = None) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        system: str | None,
+        lora: AnyAdapter = None,
+        *,
+        shows_drafts: bool = False,
+    ) -> None:
         self._llm = llm
-        self._lora_request = lora_request
+        self._lora_request = lora
         self._params = params
         self._system = system
+        self._shows_drafts = shows_drafts
         self._num_turns = 0
         self.reset()
 
@@ -112,7 +128,7 @@ class ChatSession:
         else:
             self.messages.append({"role": "assistant", "content": text})
         if output is not None:
-            print(_dim(_summary(output, time.monotonic() - start)))
+            print(_styled("2", _summary(output, time.monotonic() - start, shows_drafts=self._shows_drafts)))
 
     def _stream(self) -> RequestOutput | None:
         """Run the request and print its text as it is generated. Ctrl-C ends it; None if there is no output by then."""
@@ -122,14 +138,18 @@ class ChatSession:
         prompt = self._llm.chat_prompt(self.messages)
         engine.add_request(request_id, prompt, self._params, lora_request=self._lora_request)
         output: RequestOutput | None = None
-        num_printed = 0
+        drafted = DraftedText(engine.tokenizer.stream(prompt["prompt_token_ids"]))
+        num_printed = num_divided = 0
         try:
             while output is None or not output.finished:
                 with interrupt_deferred():
                     for output in engine.step():
-                        text = output.outputs[0].text
-                        print(text[num_printed:], end="", flush=True)
-                        num_printed = len(text)
+                        answer = output.outputs[0]
+                        drafts = [p - num_divided for p in answer.accepted_drafts if p >= num_divided]
+                        parts = drafted.divide(answer.text[num_printed:], answer.token_ids[num_divided:], drafts)
+                        shown = [_styled("32", text) if self._shows_drafts and mark else text for text, mark in parts]
+                        print("".join(shown), end="", flush=True)
+                        num_printed, num_divided = len(answer.text), len(answer.token_ids)
         except KeyboardInterrupt:
             return engine.abort_request(request_id) or output
         if output.error is not None:
@@ -137,13 +157,16 @@ class ChatSession:
         return output
 
 
-def _summary(output: RequestOutput, elapsed_s: float) -> str:
-    num_tokens = len(output.outputs[0].token_ids)
+def _summary(output: RequestOutput, elapsed_s: float, *, shows_drafts: bool) -> str:
+    num_tokens, drafts = len(output.outputs[0].token_ids), ""
+    if shows_drafts and output.metrics is not None:
+        num_drafts, num_accepted = output.metrics.num_drafts
+        drafts = f", {num_accepted} of {num_drafts} drafts accepted"
     return (
         f"[{num_tokens} tokens, {num_tokens / elapsed_s:.1f} tokens/s, "
-        f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens from the prefix cache]"
+        f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens from the prefix cache{drafts}]"
     )
 
 
-def _dim(text: str) -> str:
-    return f"\x1b[2m{text}\x1b[0m" if sys.stdout.isatty() else text
+def _styled(code: str, text: str) -> str:
+    return f"\x1b[{code}m{text}\x1b[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text

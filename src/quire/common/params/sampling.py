@@ -34,6 +34,7 @@ MAX_SAMPLES = 1024
 MAX_PRIORITY = 2**31
 MAX_TENANT_LEN = 256
 MAX_SALT_LEN = 1024
+MAX_PREDICTION_LEN = 2**22
 ALL_LOGPROBS = -1
 _GREEDY_BELOW = 1e-5
 
@@ -122,6 +123,9 @@ class SamplingParams(Params, kw_only=True):
     """Requests with different salts share no cached prefix. The salt may also be given with the prompt."""
     structured_outputs: StructuredOutputsParams | None = None
     """The structure that the output must have."""
+    prediction: str | list[int] | None = None
+    """What the output is expected to be, as text or token ids. Where it is right, several tokens are generated in one
+    step; no token changes. With logits processors it has no effect."""
     output_kind: OutputKind = "cumulative"
     """What a step that adds a token returns: the whole output so far, the new part only, or nothing before the end.
     `LLM.generate` returns the whole output in every case."""
@@ -150,6 +154,11 @@ class SamplingParams(Params, kw_only=True):
         check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY, "a 32-bit integer")
         check_text("tenant", self.tenant, MAX_TENANT_LEN)
         check_text("cache_salt", self.cache_salt, MAX_SALT_LEN)
+        if isinstance(self.prediction, str | None):
+            if len(self.prediction or "") > MAX_PREDICTION_LEN:
+                raise refuse("prediction", self.prediction, f"at most {MAX_PREDICTION_LEN:,} characters long")
+        else:
+            check_ids("prediction", self.prediction, MAX_PREDICTION_LEN)
 
     def _check_samples(self) -> None:
         check_int("n", self.n, 1, MAX_SAMPLES, f"1 to {MAX_SAMPLES}")

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from quire.config.speculative import SpeculativeConfig
+from quire.config.speculative import PREDICTION, SpeculativeConfig
 from quire.engine.drafting.lookup import NO_DRAFT, Draft, look_up
 from quire.engine.drafting.recent import RecentOutputs
 from quire.engine.requests.sequence import Sequence as Seq
@@ -74,7 +74,7 @@ class OthersTokens:
 class Predicted:
     """The tokens that the caller expects, which are OpenAI's `prediction`."""
 
-    name = "prediction"
+    name = PREDICTION
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config

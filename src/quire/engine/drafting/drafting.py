@@ -25,6 +25,7 @@ from quire.engine.requests.sequence import SequenceGroup
 
 Decodes: TypeAlias = Sequence[tuple[SequenceGroup, Seq]]
 Seconds: TypeAlias = Callable[[int], float]
+Clock: TypeAlias = Callable[[], float]
 
 _LONGEST_PAUSE = 16
 """Steps in which no draft of a sequence is looked for after several were wrong."""
@@ -42,7 +43,15 @@ class Drafting:
     of the drafter that raised it: it is counted, and logged once for each drafter.
     """
 
-    def __init__(self, drafters: Sequence[Drafter], config: SpeculativeConfig, max_model_len: int) -> None:
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        config: SpeculativeConfig,
+        max_model_len: int,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        """`clock` measures what searches take."""
+        self._clock = clock
         self.row_times = RowTimes()
         self.stats = {drafter.name: DraftStats([0] * config.num_speculative_tokens) for drafter in drafters}
         """What was verified, by drafter."""
@@ -66,7 +75,7 @@ class Drafting:
         """For each of these sequences, which draw a token each, the drafts to verify: at most `most` tokens in all,
         beside the `num_step_tokens` that the step runs anyway. `predict` gives the time of a step with prompts."""
         drafts: list[tuple[int, ...]] = [()] * len(sequences)
-        start_s = time.perf_counter()
+        start_s = self._clock()
         seeking = [place for place, (_, seq) in enumerate(sequences) if not self._pauses(seq)]
         if seeking:
             with self._contained():
@@ -75,7 +84,7 @@ class Drafting:
                 for place, token_ids in zip(seeking, found, strict=True):
                     drafts[place] = token_ids
         if self._config.is_adaptive:
-            self._search_time.spend(time.perf_counter() - start_s)
+            self._search_time.spend(self._clock() - start_s)
         return drafts
 
     def observe(self, seq: Seq, num_drafts: int, num_accepted: int) -> None:

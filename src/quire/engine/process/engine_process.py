@@ -287,7 +287,10 @@ def _sequence_delta(sample: SampleOutput) -> messages.SequenceDelta:
     start, _ = sample.num_emitted
     sample.num_emitted, sample.has_emitted_end = (len(sample.token_ids), 0), sample.finish_reason is not None
     rows = None if sample.logprobs is None else messages.Rows.pack(sample.logprobs.take())
-    return messages.SequenceDelta(sample.index, sample.token_ids[start:], *_reasons(sample), rows)
+    drafts = sample.drafts_from(start)
+    return messages.SequenceDelta(
+        sample.index, sample.token_ids[start:], *_reasons(sample), rows, accepted_drafts=drafts
+    )
 
 
 def _reasons(output: SampleOutput | CompletionOutput) -> tuple[FinishReason | None, int | None]:

@@ -188,6 +188,8 @@ class SequenceDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     logprobs: Rows | None = None
     cumulative_logprob: float | None = None
     """Sum of the log-probabilities of a beam search's output; None for other outputs."""
+    accepted_drafts: list[int] = []
+    """Places in `token_ids` of the tokens that were drafts."""
 
 
 class RequestDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

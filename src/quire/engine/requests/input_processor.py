@@ -21,6 +21,7 @@ from quire.engine.requests.beam_search import BeamSearch
 from quire.engine.requests.logprobs import LogprobRows, PromptScores
 from quire.engine.requests.output import OutputBuilder, SampleOutput
 from quire.engine.requests.pooling import CANNOT_GENERATE, PoolingInputs, as_sampling_params
+from quire.engine.requests.prediction import with_tokenized_prediction
 from quire.kv.prefix_cache.content_hash import ContentKey
 from quire.runner.sampling.random import random_key, uniform_bits
 from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
@@ -100,14 +101,14 @@ class InputProcessor:
             params = params.sampling_params()
         text, token_ids, key = self.prompt(prompt, params, adapter)
         self.check_params(params)
+        params = with_tokenized_prediction(self, params)
         decode = self.tokenizer.decode_token if params.detokenize else None
         logprobs = scores = None
         if params.logprobs is not None or params.ranks_samples:
             logprobs = LogprobRows(decode, keeps=params.logprobs is not None)
         if params.prompt_logprobs is not None:
             scores = PromptScores(1, token_ids[1:], self._num_logprobs(params.prompt_logprobs), decode)
-        detokenizer = self._detokenizer(token_ids, params)
-        sample = SampleOutput(params, self.model.eos_token_ids, detokenizer, logprobs)
+        sample = SampleOutput(params, self.model.eos_token_ids, self._detokenizer(token_ids, params), logprobs)
         outputs = OutputBuilder(request_id, token_ids, params, arrival_time, text, scores, adapter=adapter)
         return CheckedRequest(outputs, sample, key, search, adapter)
 
@@ -300,7 +301,7 @@ class InputProcessor:
                 f"(logprobs_mode={self.config.logprobs_mode})"
             )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            self._check_ids(name, getattr(params, name) or ())
+            self.check_ids(name, getattr(params, name) or ())
         if params.allowed_token_ids is not None:
             self._check_something_is_left(set(params.allowed_token_ids), self._draw(params))
 
@@ -316,7 +317,7 @@ class InputProcessor:
         """Return how many of the likeliest tokens are returned."""
         return self.model.vocab_size if wanted == ALL_LOGPROBS else min(wanted, self.model.vocab_size)
 
-    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+    def check_ids(self, name: str, token_ids: Iterable[int]) -> None:
         if (largest := max(token_ids, default=0)) >= self.model.vocab_size:
             raise InvalidParamsError(f"{name} has {largest}: this model's token ids end at {self.model.vocab_size - 1}")
 
@@ -375,7 +376,7 @@ class InputProcessor:
             )
             if not plain:
                 raise InvalidParamsError(f"bad_words has {word!r}, of which this model's tokenizer makes no token")
-            self._check_ids("bad_words", plain)
+            self.check_ids("bad_words", plain)
             found.append(plain)
             if len(spaced) == len(plain) and spaced[0] != plain[0]:
                 found.append(spaced)

@@ -1,5 +1,7 @@
 """Makes the SequenceGroup of a request that InputProcessor has checked. Only the engine needs one."""
 
+import numpy as np
+
 from quire.engine.requests.input_processor import CheckedRequest, InputProcessor
 from quire.engine.requests.sequence import Sequence, SequenceGroup
 from quire.runner.sampling.named_processor import NamedProcessor
@@ -17,7 +19,10 @@ def new_group(inputs: InputProcessor, request: CheckedRequest, seq_id: int) -> S
     seq = Sequence(seq_id, outputs.prompt_token_ids, draws, request.sample, outputs.scores)
     if request.search is not None:
         request.search.start(seq)
-    return SequenceGroup(outputs, seq, request.content_key, request.search, processors, request.adapter)
+    group = SequenceGroup(outputs, seq, request.content_key, request.search, processors, request.adapter)
+    if outputs.params.prediction:
+        group.prediction = np.array(outputs.params.prediction, np.int32)
+    return group
 
 
 def new_scoring_group(request: CheckedRequest, seq_id: int) -> SequenceGroup:

@@ -6,6 +6,7 @@ token. They know nothing of blocks, queues or steps. This module does not import
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
@@ -34,6 +35,8 @@ class SampleOutput:
     index: int = 0
     """Place of the sample in its request."""
     token_ids: list[int] = field(default_factory=list)
+    accepted_drafts: list[int] = field(default_factory=list)
+    """Places of the tokens that were drafts, ascending."""
     finish_reason: FinishReason | None = None
     """None while more tokens may come."""
     stop_reason: int | str | None = None
@@ -68,6 +71,7 @@ class SampleOutput:
         logprobs = None if self.logprobs is None else self.logprobs.fork()
         other = SampleOutput(self.params, self.eos_token_ids, detokenizer, logprobs, index)
         other.token_ids += self.token_ids
+        other.accepted_drafts += self.accepted_drafts
         return other
 
     def to_completion(self, *, delta: bool = False) -> CompletionOutput:
@@ -85,7 +89,12 @@ class SampleOutput:
             stop_reason=self.stop_reason,
             cumulative_logprob=None if self.logprobs is None else self.logprobs.total,
             logprobs=None if self.logprobs is None else self.logprobs.to_dicts(num_tokens),
+            accepted_drafts=self.drafts_from(num_tokens),
         )
+
+    def drafts_from(self, start: int) -> list[int]:
+        """Return the places of accepted drafts among the tokens from `start` on, counted from there."""
+        return [place - start for place in self.accepted_drafts[bisect_left(self.accepted_drafts, start) :]]
 
 
 @dataclass(slots=True, eq=False)

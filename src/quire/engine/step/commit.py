@@ -63,8 +63,9 @@ class Committer:
                 accepted = _accepted_drafts(scheduled, result.token_ids[draws.start : draws.stop])
                 end += len(accepted) - scheduled.num_drafts
                 token_ids, draws = token_ids + accepted, draws[: len(accepted) + 1]
-                if self.drafting is not None:
+                if self.drafting is not None and seq.drafting is not None:
                     self.drafting.observe(seq, scheduled.num_drafts, len(accepted))
+                    group.metrics.count_drafts(seq.drafting.drafter, scheduled.num_drafts, len(accepted))
             seq.num_computed_tokens = end
             publish(scheduled.seq_id, token_ids, end)
             if counts_tokens:
@@ -98,7 +99,7 @@ class Committer:
             else:
                 self._finish(group, seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
             return True
-        if seq.num_computed_tokens == seq.num_prompt_tokens:
+        if not seq.output.token_ids:
             self._fork_samples(group, seq)
         if result.errors and any(draw in result.errors for draw in draws):
             reason = next(result.errors[draw] for draw in draws if draw in result.errors)
@@ -114,7 +115,9 @@ class Committer:
                 self._append(group, sample, result, draw)
         else:
             for draw in draws[:-1] if len(draws) > 1 else ():
+                place = seq.num_output_tokens
                 self._append(group, seq, result, draw, jumps=False)  # later draws depend on it: nothing comes between
+                seq.output.accepted_drafts += range(place, seq.num_output_tokens)
                 if seq.status.is_finished:
                     return True
             self._append(group, seq, result, draws[-1])
@@ -123,7 +126,8 @@ class Committer:
     def _fork_samples(self, group: SequenceGroup, seq: Sequence) -> None:
         """The prompt is computed: from here on each sample is a sequence of its own."""
         self._note_prompt(group, seq)
-        self.requests.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+        num_computed = min(seq.num_computed_tokens, seq.num_prompt_tokens)  # accepted drafts may follow
+        self.requests.blocks.publish_tail(seq.seq_id, seq.token_ids, num_computed)
         if group.search is None:  # beams are forked where they diverge
             group.seqs += [self.requests.fork(group, seq, draw) for draw in seq.draws[1:]]
         if len(seq.draws) > 1:

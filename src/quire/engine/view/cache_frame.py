@@ -71,6 +71,9 @@ class RequestRow(msgspec.Struct, array_like=True, gc=False):
     num_preemptions: int
     adapter: str = ""
     """Name of its LoRA adapter; empty for none."""
+    num_drafts: int = 0
+    """Tokens that were proposed for its sequences and verified."""
+    num_accepted_drafts: int = 0
 
 
 class CacheEvent(msgspec.Struct, omit_defaults=True):

@@ -142,7 +142,8 @@ class CacheView:
         }
 
     def _read_counters(self) -> dict[str, int]:
-        scheduler, blocks = self._scheduler, self._blocks
+        scheduler, blocks, drafting = self._scheduler, self._blocks, self._committer.drafting
+        drafts = () if drafting is None else drafting.stats.values()
         return {
             "running": len(scheduler.requests.running),
             "waiting": scheduler.requests.num_waiting + len(self._grammars),
@@ -152,6 +153,8 @@ class CacheView:
             "steps": scheduler.num_steps,
             "prompt_tokens": self._committer.num_prompt_tokens,
             "generated_tokens": self._committer.num_generated_tokens,
+            "drafts": sum([counts.num_tokens for counts in drafts]),
+            "accepted_drafts": sum([counts.num_accepted for counts in drafts]),
             "preemptions": scheduler.preemptor.num_preemptions,
             "preemptions_by_swap": scheduler.preemptor.num_preemptions_by_swap,
             "swapped_blocks": scheduler.num_swapped_blocks,
@@ -206,6 +209,7 @@ def _row(group: SequenceGroup, queue: str, stage: str | None, num_blocks: int) -
         num_blocks,
         group.metrics.num_preemptions,
         "" if group.adapter is None else group.adapter.name,
+        *group.metrics.num_drafts,
     )
 
 

@@ -177,8 +177,9 @@ class AsyncLLM:
         now = time.monotonic()
         with failures_named(request_id, "when it was added"):
             adapter = await self._adapters.of_request(lora_request)
+            texts = [text for text in (_text(prompt), getattr(params, "prediction", None)) if isinstance(text, str)]
             checked = await _in_thread(
-                _text(prompt), lambda: self._inputs.request(request_id, prompt, params, now, adapter)
+                "".join(texts), lambda: self._inputs.request(request_id, prompt, params, now, adapter)
             )
         return self._requests.add(checked, params)
 

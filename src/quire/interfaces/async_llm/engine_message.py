@@ -28,12 +28,12 @@ def engine_message(key: int, request: CheckedRequest, params: AnyParams | None, 
         types = None if outputs.pooling is None else outputs.pooling.token_type_ids
         uncut = replace(params, truncate_prompt_tokens=None, cache_salt="")  # done already
         return AddPooling(key, request_id, token_ids, salt, arrival_time, uncut, types, request.adapter)
-    encoded = msgspec.Raw(msgspec.msgpack.encode(_engine_params(params, seed)))
+    encoded = msgspec.Raw(msgspec.msgpack.encode(_engine_params(params, outputs.params.prediction, seed)))
     is_search = request.search is not None
     return AddRequest(key, request_id, token_ids, salt, arrival_time, is_search, encoded, adapter=request.adapter)
 
 
-def _engine_params(params: Params, seed: int) -> Params:
+def _engine_params(params: Params, prediction: str | list[int] | None, seed: int) -> Params:
     """Return the parameters for the engine, which makes no text, cuts no prompt and returns all samples."""
     structure = params.structured_outputs
     if structure is not None and isinstance(structure.json, dict):  # JSON may be nested deeper than msgpack allows
@@ -51,6 +51,7 @@ def _engine_params(params: Params, seed: int) -> Params:
         truncate_prompt_tokens=None,
         cache_salt="",
         structured_outputs=structure,
+        prediction=prediction,
         output_kind="delta",
     )
 

@@ -4,10 +4,14 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from random import Random
 
 import numpy as np
 
 from quire.common.batch import Batch, ScheduledSequence, StepResult, TokenLogprobs
+from quire.engine.drafting.lookup import Draft
+from quire.engine.requests.sequence import Sequence as Seq
+from quire.engine.requests.sequence import SequenceGroup
 from quire.interfaces.simulate.beams import INDEX_STEP
 from quire.interfaces.simulate.trace import VOCAB_SIZE
 
@@ -48,29 +52,72 @@ class FakeModel:
         tokens: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
         for scheduled in batch.sequences:
-            state = self._advance(scheduled)
-            if scheduled.drawn is not None:
-                value = int.from_bytes(state.digest(), "little")
-                for draw in scheduled.drawn.draws:
-                    token_id = (value + INDEX_STEP * draw.index) % VOCAB_SIZE
+            for state in self._advance(scheduled):
+                for draw in () if scheduled.drawn is None else scheduled.drawn.draws:
+                    token_id = _next_token(state, draw.index)
                     if draw.logprobs is not None:
                         logprobs[len(tokens)] = _certain(token_id)
                     tokens.append(token_id)
         return StepResult(tuple(tokens), logprobs)
 
-    def _advance(self, scheduled: ScheduledSequence) -> blake2b:
-        """Return the hash of all tokens of the sequence up to the end of the scheduled ones."""
-        length, state = self._states.get(scheduled.seq_id, (-1, None))
-        if state is None or length != scheduled.start:  # new, or computed again
-            history = self._history(scheduled.seq_id)[: scheduled.start]
-            state = blake2b(array("q", history).tobytes(), digest_size=8)
-        state.update(array("q", scheduled.token_ids).tobytes())
-        self._states[scheduled.seq_id] = (scheduled.end, state)
+    def continuation(self, seq_id: int, index: int, num_tokens: int) -> list[int]:
+        """Return the next tokens of a sequence that draws with this index."""
+        state, tokens = self._state(seq_id, len(self._history(seq_id))).copy(), list[int]()
+        for _ in range(num_tokens):
+            tokens.append(_next_token(state, index))
+            state.update(array("q", tokens[-1:]).tobytes())
+        return tokens
+
+    def _advance(self, scheduled: ScheduledSequence) -> list[blake2b]:
+        """Return, for each row that draws, the hash of the sequence's tokens up to it. The one before the drafts is
+        kept, since they may be wrong."""
+        state, token_ids = self._state(scheduled.seq_id, scheduled.start), scheduled.token_ids
+        num_certain = len(token_ids) - scheduled.num_drafts
+        state.update(array("q", token_ids[:num_certain]).tobytes())
+        self._states[scheduled.seq_id] = scheduled.start + num_certain, state
+        states = [state]
+        for token_id in token_ids[num_certain:]:
+            states.append(states[-1].copy())
+            states[-1].update(array("q", [token_id]).tobytes())
+        return states
+
+    def _state(self, seq_id: int, end: int) -> blake2b:
+        """Return the hash of the sequence's first `end` tokens."""
+        length, state = self._states.get(seq_id, (0, None))
+        if state is None or length > end:  # new, or computed again
+            length, state = 0, blake2b(digest_size=8)
+        state.update(array("q", self._history(seq_id)[length:end]).tobytes())
+        self._states[seq_id] = end, state
         return state
 
     def forget(self, seq_id: int) -> None:
         """Drop the state of a sequence that has ended."""
         self._states.pop(seq_id, None)
+
+
+class FakeDrafter:
+    """Knows what the model will say, and errs as often as it is asked to: each draft is right with the probability
+    `acceptance` if those before it are."""
+
+    name = "fake"
+
+    def __init__(self, model: FakeModel, acceptance: float) -> None:
+        self._model, self._acceptance = model, acceptance
+        self._rng = Random(0)
+
+    def propose(self, group: SequenceGroup, seq: Seq, most: int) -> Draft:
+        """See Drafter."""
+        tokens = self._model.continuation(seq.seq_id, seq.draws[0].index, most)
+        num_right = next((i for i in range(most) if self._rng.random() >= self._acceptance), most)
+        wrong = [(token_id + 1) % VOCAB_SIZE for token_id in tokens[num_right:]]
+        return Draft((*tokens[:num_right], *wrong), (self._acceptance,) * most)
+
+    def finish(self, group: SequenceGroup, seq: Seq) -> None:
+        """See Drafter."""
+
+
+def _next_token(state: blake2b, index: int) -> int:
+    return (int.from_bytes(state.digest(), "little") + INDEX_STEP * index) % VOCAB_SIZE
 
 
 def _certain(token_id: int) -> TokenLogprobs:

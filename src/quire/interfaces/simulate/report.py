@@ -20,6 +20,7 @@ def report(simulator: Simulator) -> dict[str, Any]:
     """
     record, blocks, scheduler = simulator.record, simulator.blocks, simulator.scheduler
     num_tokens, stats = simulator.committer.num_generated_tokens, blocks.stats
+    drafts = [] if scheduler.drafting is None else list(scheduler.drafting.stats.values())
     by_swap = scheduler.preemptor.num_preemptions_by_swap
     return {
         "requests": len(record.total_s),
@@ -28,6 +29,8 @@ def report(simulator: Simulator) -> dict[str, Any]:
         "simulated_s": round(simulator.now_s, 3),
         "output_tokens": num_tokens,
         "output_tokens_per_s": round(num_tokens / max(simulator.now_s, 1e-9), 2),
+        "drafted_tokens": sum(counts.num_tokens for counts in drafts),
+        "accepted_tokens": sum(counts.num_accepted for counts in drafts),
         "first_token_s": _percentiles(record.first_token_s),
         "per_token_s": _percentiles(record.per_token_s),
         "total_s": _percentiles(record.total_s),

@@ -7,13 +7,15 @@ from quire.common.batch import Batch, Draw
 from quire.common.params import SamplingParams
 from quire.config.kv_cache import KVCacheConfig
 from quire.config.scheduler import SchedulerConfig
+from quire.config.speculative import SpeculativeConfig
+from quire.engine.drafting.drafting import Drafting
 from quire.engine.requests.output import OutputBuilder, SampleOutput
 from quire.engine.requests.sequence import Sequence, SequenceGroup
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.step.commit import Committer
 from quire.interfaces.simulate.arrivals import Arrivals
 from quire.interfaces.simulate.beams import BeamChurn, ChurningBeams
-from quire.interfaces.simulate.fake_model import CostModel, FakeModel
+from quire.interfaces.simulate.fake_model import CostModel, FakeDrafter, FakeModel
 from quire.interfaces.simulate.record import Record
 from quire.interfaces.simulate.trace import MAX_WIDTH, TraceRequest
 from quire.kv.block_space_manager import BlockSpaceManager
@@ -33,16 +35,26 @@ class Simulator:
         enable_prefix_caching: bool = True,
         cost: CostModel | None = None,
         churn: BeamChurn | None = None,
+        acceptance: float | None = None,
+        draft_length: int = 4,
     ) -> None:
+        """With an `acceptance`, up to `draft_length` tokens of a sequence are drafted in each step, and each draft is
+        right with this probability if those before it are."""
         self.now_s = 0.0
         self.cost = cost or CostModel()
         self.blocks = BlockSpaceManager(kv_cache, enable_prefix_caching=enable_prefix_caching)
+        self.model = FakeModel(lambda seq_id: self._owner(seq_id)[1].token_ids)
+        drafting = None
+        if acceptance is not None:
+            speculation = SpeculativeConfig(num_speculative_tokens=draft_length)
+            drafters = [FakeDrafter(self.model, acceptance)]
+            drafting = Drafting(drafters, speculation, kv_cache.max_tokens, self._clock)  # searches take no time
         self.scheduler = Scheduler(
-            scheduler, self.blocks, clock=lambda: self.now_s, block_copy_s=self.cost.swapped_block_s
+            scheduler, self.blocks, clock=self._clock, block_copy_s=self.cost.swapped_block_s, drafting=drafting
         )
         self.requests = self.scheduler.requests
-        self.committer = Committer(self.requests, max_model_len=kv_cache.max_tokens, clock=lambda: self.now_s)
-        self.model = FakeModel(lambda seq_id: self._owner(seq_id)[1].token_ids)
+        max_len = kv_cache.max_tokens
+        self.committer = Committer(self.requests, max_model_len=max_len, clock=self._clock, drafting=drafting)
         self.churn = churn or BeamChurn()
         self.record = Record()
         self.arrivals = Arrivals(())
@@ -50,6 +62,9 @@ class Simulator:
         self._new: dict[str, int] = {}  # length of the history of each request that waits for its first step
         self._backlog: Counter[str] = Counter()  # number of those requests of each tenant
         self._prefix_lens: dict[int | None, int] = {}  # length of each group's prefix of which computation has begun
+
+    def _clock(self) -> float:
+        return self.now_s
 
     def run(self, trace: Iterable[TraceRequest]) -> Record:
         """Run all requests of a trace, sorted by arrival, to their end."""
@@ -71,7 +86,7 @@ class Simulator:
         self._note(batch, contended)
         step_s = self.cost.seconds(batch)
         self.now_s += step_s
-        self.scheduler.step_time.observe(batch.num_tokens, step_s)
+        self.scheduler.observe(batch, step_s)
         changed = self.committer.commit(batch, self.model.execute(batch))
         for group in changed:
             if group.is_finished:

@@ -90,6 +90,14 @@ def _engine_family(name: str, metrics: Sequence[of_engine.Metric]) -> Metric:
         buckets = [(bound, float(count)) for bound, count in first.buckets.items()]
         histogram.add_metric(list(first.labels.values()), buckets, first.sum)
         return histogram
+    if isinstance(first, of_engine.Vector):
+        parts = (vector for vector in metrics if isinstance(vector, of_engine.Vector))
+        metrics = [
+            of_engine.Counter(name, vector.labels | {"position": str(position)}, value)
+            for vector in parts
+            for position, value in enumerate(vector.values)
+        ]
+        first, labels = metrics[0], [*labels, "position"]
     kind = CounterMetricFamily if isinstance(first, of_engine.Counter) else GaugeMetricFamily
     family: Any = kind(name, text, labels=labels)
     for metric in metrics:

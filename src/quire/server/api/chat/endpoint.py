@@ -14,7 +14,6 @@ from starlette.types import ASGIApp
 from quire.server.api.chat import events as chat
 from quire.server.api.chat import protocol as api
 from quire.server.api.chat.run import fold, run_chat
-from quire.server.api.shared.fields import Usage
 from quire.server.http import sse
 from quire.server.http.bodies import read_struct
 from quire.server.http.endpoint import Endpoint, choices_response
@@ -88,23 +87,24 @@ class _Chunks:
         return chunk
 
     def _usage(self, event: chat.UsageEvent) -> list[api.ChatCompletionChunk]:
-        usage = Usage.of(event.prompt_tokens, event.completion_tokens, event.cached_tokens)
         if event.timings is None:  # the usage so far, for the following chunks
-            self._blank.usage = usage
+            self._blank.usage = event.usage
             return []
         if not self._body.includes_usage:
             return []
-        return [msgspec.structs.replace(self._blank, usage=usage, timings=event.timings)]
+        return [msgspec.structs.replace(self._blank, usage=event.usage, timings=event.timings)]
 
 
 def _choice(event: chat.ChoiceEvent) -> api.ChatChunkChoice:
     match event:
-        case chat.ContentDelta(index, text, logprobs, token_ids):
+        case chat.ContentDelta(index, text, logprobs, token_ids, drafted):
             logprobs_of = None if logprobs is None else api.ChatLogprobs(logprobs)
             ids = UNSET if token_ids is None else token_ids
-            return api.ChatChunkChoice(index, api.ChatDelta(content=text), logprobs_of, token_ids=ids)
-        case chat.ReasoningDelta(index, text):
-            return api.ChatChunkChoice(index, api.ChatDelta(reasoning_content=text, reasoning=text))
+            delta = api.ChatDelta(content=text)
+            return api.ChatChunkChoice(index, delta, logprobs_of, token_ids=ids, drafted=drafted or UNSET)
+        case chat.ReasoningDelta(index, text, drafted):
+            delta = api.ChatDelta(reasoning_content=text, reasoning=text)
+            return api.ChatChunkChoice(index, delta, drafted=drafted or UNSET)
         case chat.ToolCallDelta(index, tool_index, None, _, arguments):
             call = api.ToolCallChunk(tool_index, api.FunctionCallDelta(arguments=arguments))
             return api.ChatChunkChoice(index, api.ChatDelta(tool_calls=[call]))

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from quire.server.api.shared.fields import PromptLogprobs, Timings, TokenLogprob
+from quire.server.api.shared.fields import PromptLogprobs, Timings, TokenLogprob, Usage
 
 ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -32,6 +32,8 @@ class ContentDelta(msgspec.Struct, frozen=True):
     """Log-probabilities of the tokens since the last delta of this choice that had any."""
     token_ids: list[int] | None = None
     """The ids of the same tokens, with `return_token_ids`."""
+    drafted: bool = False
+    """With `mark_drafts`, whether the text comes from accepted drafts."""
 
 
 class ReasoningDelta(msgspec.Struct, frozen=True):
@@ -39,6 +41,7 @@ class ReasoningDelta(msgspec.Struct, frozen=True):
 
     index: int
     text: str
+    drafted: bool = False
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
@@ -69,8 +72,15 @@ class UsageEvent(msgspec.Struct, frozen=True):
     completion_tokens: int
     cached_tokens: int
     """Prompt tokens that were found in the prefix cache."""
+    predicted: tuple[int, int] = 0, 0
+    """Tokens of the request's prediction that were accepted, and those that were rejected."""
     timings: Timings | None = None
     """Set in the last event only."""
+
+    @property
+    def usage(self) -> Usage:
+        """The same numbers in the form of response bodies."""
+        return Usage.of(self.prompt_tokens, self.completion_tokens, self.cached_tokens, self.predicted)
 
 
 ChoiceEvent: TypeAlias = ContentDelta | ReasoningDelta | ToolCallDelta | ChoiceFinished

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
 from quire.common.outputs import CompletionOutput, RequestOutput
+from quire.engine.requests.drafted_text import DraftedText
 from quire.server.api.chat import events as chat
 from quire.server.api.chat.prompt import content_text
 from quire.server.api.chat.protocol import ChatCompletionRequest
@@ -24,6 +26,7 @@ from quire.server.api.tools import (
 )
 from quire.server.http.errors import invalid
 from quire.server.models.served_model import ServedModel
+from quire.text.tokenizer.token_decoder import TextStream
 
 
 class ChatPlan:
@@ -61,8 +64,13 @@ class ChatPlan:
 class ChatChoices:
     """Converts the engine's outputs to events, with one parser for each choice."""
 
-    def __init__(self, plan: ChatPlan, request: ChatCompletionRequest, prompt: str) -> None:
+    def __init__(
+        self, plan: ChatPlan, request: ChatCompletionRequest, prompt: str, stream: Callable[[], TextStream]
+    ) -> None:
+        """`stream` makes one that turns a choice's tokens into text."""
         self._plan = plan
+        self._stream = stream if request.mark_drafts else None
+        self._drafted: dict[int, DraftedText] = {}
         self._request = request
         self._reasoning = plan.reasoning and plan.reasoning.after(prompt)
         self._parsers: dict[int, OutputParser] = {}
@@ -88,7 +96,7 @@ class ChatChoices:
         if is_first:
             self._parsers[index] = self._new_parser(index)
         parser = self._parsers[index]
-        parsed = parser.feed(delta.text)
+        parsed = parser.feed(delta.text) if self._stream is None else self._marked(parser, delta, self._stream)
         if delta.finish_reason is not None:
             parsed += parser.finish()
         if any(isinstance(part, chat.ToolCallDelta) for part in parsed):
@@ -103,6 +111,19 @@ class ChatChoices:
         if delta.finish_reason is not None:
             found.append(chat.ChoiceFinished(index, self._finish_reason(delta), delta.stop_reason, timings))
         return found
+
+    def _marked(
+        self, parser: OutputParser, delta: CompletionOutput, stream: Callable[[], TextStream]
+    ) -> list[chat.ChoiceEvent]:
+        """The events of a delta, of which those of drafts are marked."""
+        if delta.index not in self._drafted:
+            self._drafted[delta.index] = DraftedText(stream())
+        divided = self._drafted[delta.index].divide(delta.text, delta.token_ids, delta.accepted_drafts)
+        return [
+            replace(event, drafted=is_draft) if isinstance(event, chat.ContentDelta | chat.ReasoningDelta) else event
+            for text, is_draft in divided
+            for event in parser.feed(text)
+        ]
 
     def _new_parser(self, index: int) -> OutputParser:
         plan = self._plan

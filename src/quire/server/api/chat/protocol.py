@@ -96,6 +96,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
+    mark_drafts: bool | None = None
+    """Begin a new chunk of a stream where accepted drafts begin and end, and mark those of drafts."""
     reasoning_effort: str | None = None
     """A variable of the chat template."""
     documents: list[dict[str, Any]] | None = None
@@ -149,6 +151,8 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    drafted: bool | UnsetType = UNSET
+    """With `mark_drafts`, true if the text comes from accepted drafts."""
 
 
 class ChatCompletionChunk(msgspec.Struct, kw_only=True):

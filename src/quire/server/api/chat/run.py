@@ -17,7 +17,7 @@ from quire.server.api.chat import events as chat
 from quire.server.api.chat import protocol as api
 from quire.server.api.chat.output import ChatChoices, ChatPlan
 from quire.server.api.chat.prompt import ChatPrompt, chat_prompt
-from quire.server.api.shared.fields import Timings, TokenLogprob, Usage
+from quire.server.api.shared.fields import Timings, TokenLogprob
 from quire.server.api.shared.generation import TokenCounts, beside, generate
 from quire.server.api.shared.sampling import check_request, make_params, name_fields
 from quire.server.http.errors import invalid
@@ -52,17 +52,23 @@ async def run_chat(
     )
     if plan.shows_special_tokens and isinstance(params, SamplingParams):
         params = replace(params, skip_special_tokens=False)
-    counts, choices = TokenCounts(), ChatChoices(plan, request, prompt["prompt"])
+    stream = partial(
+        model.llm.tokenizer.stream,
+        prompt["prompt_token_ids"],
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
+    )
+    counts, choices = TokenCounts(), ChatChoices(plan, request, prompt["prompt"], stream)
     timings: Timings | None = None
     async with aclosing(generate(model, [prompt], params, request_id)) as outputs:
         async for _, output in outputs:
             counts.add(0, output)
             timings = Timings.of(output.metrics) if output.finished else None
             if request.continuous_usage and not output.finished:
-                yield chat.UsageEvent(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens)
+                yield _usage(counts)
             for event in await beside(output, partial(choices.events, output, timings)):
                 yield event
-    yield chat.UsageEvent(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens, timings)
+    yield _usage(counts, timings)
 
 
 async def make_prompt(model: ServedModel, request: api.ChatCompletionRequest, plan: ChatPlan) -> ChatPrompt:
@@ -89,7 +95,7 @@ async def fold(events: AsyncGenerator[chat.ChatEvent, None], *, id: str, model: 
         created=int(time.time()),
         model=model,
         choices=[choices[index].choice(index) for index in sorted(choices)],
-        usage=Usage.of(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+        usage=usage.usage,
         timings=usage.timings or UNSET,
         prompt_token_ids=UNSET if prompt.token_ids is None else prompt.token_ids,
         prompt_logprobs=UNSET if prompt.logprobs is None else prompt.logprobs,
@@ -161,6 +167,12 @@ def _name_fields(names: dict[str, str], request: api.ChatCompletionRequest) -> N
         names.setdefault("max_tokens", "max_completion_tokens")
     if request.top_logprobs is not None:
         names.setdefault("logprobs", "top_logprobs")
+
+
+def _usage(counts: TokenCounts, timings: Timings | None = None) -> chat.UsageEvent:
+    return chat.UsageEvent(
+        counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens, counts.predicted, timings
+    )
 
 
 def _num_logprobs(request: api.ChatCompletionRequest) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from quire.common.outputs import RequestMetrics
 from quire.common.params import StructuredOutputsParams
@@ -42,6 +43,25 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """Send a last chunk with the usage and without choices."""
     continuous_usage_stats: bool | None = None
     """Send the usage so far in every chunk."""
+
+
+class TextPart(msgspec.Struct, kw_only=True):
+    """A part of a predicted output."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(msgspec.Struct, kw_only=True):
+    """OpenAI's form of the expected output."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return self.content if isinstance(self.content, str) else "".join([part.text for part in self.content])
 
 
 class CommonSampling(msgspec.Struct, kw_only=True):
@@ -97,6 +117,9 @@ class SamplingFields(CommonSampling, kw_only=True):
     user: str | None = None
     """The user of the request, for fair scheduling; by default the API key's name."""
 
+    prediction: str | Prediction | None = None
+    """What the output is expected to be. Where it is right, it is generated faster; no token changes."""
+
     use_beam_search: bool | None = None
     """Search `n` beams instead of sampling."""
     length_penalty: float | None = None
@@ -135,6 +158,15 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     """Tokens found in the prefix cache."""
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """Details of the generated tokens."""
+
+    accepted_prediction_tokens: int = 0
+    """Tokens of the prediction that were tried and were right."""
+    rejected_prediction_tokens: int = 0
+    """Tokens of the prediction that were tried and were wrong. Unlike OpenAI's they are not among completion_tokens."""
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Numbers of prompt and generated tokens."""
 
@@ -142,12 +174,17 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-        """The usage for these counts."""
-        details = PromptTokensDetails(cached_tokens)
-        return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+    def of(
+        cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int, predicted: tuple[int, int] | None = None
+    ) -> Usage:
+        """The usage for these counts; `predicted` has the accepted and the rejected tokens of the prediction, and is
+        None where nothing is generated."""
+        total, details = prompt_tokens + completion_tokens, PromptTokensDetails(cached_tokens)
+        of_completion = UNSET if predicted is None else CompletionTokensDetails(*predicted)
+        return cls(prompt_tokens, completion_tokens, total, details, of_completion)
 
 
 class Timings(msgspec.Struct, frozen=True):
@@ -161,6 +198,9 @@ class Timings(msgspec.Struct, frozen=True):
     """Time from the first token to the end."""
     total_s: float | None
     num_preemptions: int = 0
+    num_drafts: int = 0
+    """Tokens that were proposed and verified."""
+    num_accepted_drafts: int = 0
 
     @classmethod
     def of(cls, metrics: RequestMetrics | None) -> Timings | None:
@@ -169,7 +209,8 @@ class Timings(msgspec.Struct, frozen=True):
             return None
         start, end = metrics.arrival_time, metrics.finished_time
         run, first = metrics.first_scheduled_time, metrics.first_token_time
-        return cls(_lap(start, run), _lap(run, first), _lap(first, end), _lap(start, end), metrics.num_preemptions)
+        laps = _lap(start, run), _lap(run, first), _lap(first, end), _lap(start, end)
+        return cls(*laps, metrics.num_preemptions, *metrics.num_drafts)
 
 
 def _lap(start: float | None, end: float | None) -> float | None:

@@ -11,6 +11,7 @@ from quire.common.errors import RequestError
 from quire.common.outputs import Logprob, RequestOutput
 from quire.common.params import BeamSearchParams, SamplingParams
 from quire.common.params.sampling import ALL_LOGPROBS
+from quire.config.speculative import PREDICTION
 from quire.engine.requests.input_processor import Prompt
 from quire.server.api.shared.fields import PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob, Usage
 from quire.server.http.errors import ApiError
@@ -96,6 +97,7 @@ class TokenCounts:
 
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, int]] = {}
+        self._predicted: dict[int, tuple[int, int]] = {}
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.cached_tokens = 0
@@ -109,10 +111,18 @@ class TokenCounts:
                 sum(column) for column in zip(*self._prompts.values(), strict=True)
             )
         self.completion_tokens += sum(len(choice.token_ids) for choice in output.outputs)
+        if output.metrics is not None and output.metrics.drafts:
+            self._predicted[place] = output.metrics.drafts.get(PREDICTION, (0, 0))
+
+    @property
+    def predicted(self) -> tuple[int, int]:
+        """Tokens of the prediction that were accepted, and those that were rejected."""
+        num_accepted = sum(right for _, right in self._predicted.values())
+        return num_accepted, sum(given for given, _ in self._predicted.values()) - num_accepted
 
     def usage(self) -> Usage:
         """The usage for a response body."""
-        return Usage.of(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+        return Usage.of(self.prompt_tokens, self.completion_tokens, self.cached_tokens, self.predicted)
 
 
 def token_text(token_id: int, logprob: Logprob, as_id: bool) -> str:

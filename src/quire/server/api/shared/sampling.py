@@ -7,12 +7,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from quire.common.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
-from quire.server.api.shared.fields import ResponseFormat, SamplingFields
+from quire.server.api.shared.fields import Prediction, ResponseFormat, SamplingFields
 from quire.server.http.errors import invalid
 from quire.server.http.state import RequestContext
 from quire.server.models.served_model import ServedModel
 
-_OTHER_MEANING = {"max_tokens", "logit_bias", "structured_outputs", "logprobs"}
+_OTHER_MEANING = {"max_tokens", "logit_bias", "structured_outputs", "logprobs", "prediction"}
 _SAME = tuple(
     name
     for name in SamplingParams.__struct_fields__
@@ -22,6 +22,7 @@ _SAME = tuple(
 _NOT_WITH_BEAMS = (
     "stop", "prompt_logprobs", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "min_p",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "truncate_prompt_tokens", "cache_salt",
+    "prediction",
 )  # fmt: skip
 """Fields that beam search does not support. Fields that only affect random draws are allowed."""
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
@@ -52,6 +53,7 @@ def make_params(
         logprobs=logprobs,
         logit_bias=_logit_bias(request.logit_bias),
         structured_outputs=structured_outputs,
+        prediction=request.prediction.text if isinstance(request.prediction, Prediction) else request.prediction,
         tenant=tenant,
         output_kind="delta" if request.stream else "final_only",
     )

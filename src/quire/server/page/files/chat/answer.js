@@ -11,6 +11,8 @@ export class Answer {
     this.calls = [];
     this.usage = null;
     this.decodeS = null; // as the server measured it: a short answer arrives here in one piece
+    this.drafts = [0, 0]; // tokens that were proposed and verified, and those of them that were right
+    this.marks = []; // lengths of the content's parts, by turns not from drafts and from accepted ones, if these are marked
     this.reason = null;
     this.start = performance.now();
     this.first = null;
@@ -32,7 +34,10 @@ export class Answer {
   add(chunk) {
     if (chunk.error) throw new Error(chunk.error.message);
     if (chunk.usage) this.usage = chunk.usage;
-    if (chunk.timings) this.decodeS = chunk.timings.decode_s;
+    if (chunk.timings) {
+      this.decodeS = chunk.timings.decode_s;
+      this.drafts = [chunk.timings.num_drafts ?? 0, chunk.timings.num_accepted_drafts ?? 0];
+    }
     const choice = chunk.choices?.[0];
     if (!choice) return;
     const delta = choice.delta ?? {};
@@ -40,7 +45,8 @@ export class Answer {
     if (delta.content || thought || delta.tool_calls) this.first ??= performance.now();
     if (delta.content) {
       this.content += delta.content;
-      this.shown.write(delta.content);
+      this.#mark(delta.content.length, Boolean(choice.drafted));
+      this.shown.write(delta.content, choice.drafted);
     }
     if (thought) {
       this.reasoning += thought;
@@ -48,6 +54,12 @@ export class Answer {
     }
     for (const each of delta.tool_calls ?? []) this.#call(each);
     if (choice.finish_reason) this.reason = choice.finish_reason;
+  }
+
+  #mark(length, drafted) {
+    if (this.marks.length === 0) this.marks.push(0);
+    if ((this.marks.length % 2 === 0) === drafted) this.marks[this.marks.length - 1] += length;
+    else this.marks.push(length);
   }
 
   #call(delta) {
@@ -63,7 +75,7 @@ export class Answer {
   get message() {
     const calls = this.calls.filter(Boolean);
     return {
-      content: this.content, reasoning: this.reasoning || undefined, tool_calls: calls.length ? calls : undefined, figures: this.figures,
+      content: this.content, marks: this.shown.isMarked ? this.marks : undefined, reasoning: this.reasoning || undefined, tool_calls: calls.length ? calls : undefined, figures: this.figures,
       prompt: this.usage ? [this.usage.prompt_tokens_details?.cached_tokens ?? 0, this.usage.prompt_tokens] : undefined,
     };
   }
@@ -78,6 +90,8 @@ export class Answer {
       const cached = this.usage.prompt_tokens_details?.cached_tokens ?? 0;
       said.push(`${count(cached)} of ${count(this.usage.prompt_tokens)} tokens of the prompt were shared`);
     }
+    const [drafts, accepted] = this.drafts;
+    if (drafts) said.push(`${count(accepted)} of ${plural(drafts, "draft")} accepted, ${count(drafts - accepted)} rejected`);
     said.push(this.reason === null ? "stopped" : this.reason === "length" ? "ended at the token limit" : "");
     return said.filter(Boolean).join(" · ");
   }

@@ -125,7 +125,7 @@ export class Playground {
     let answer = null;
     try {
       const body = this.settings.body(messages);
-      turn = this.#append(parent, { role: "assistant", content: "", isPlain: this.settings.isPlain });
+      turn = this.#append(parent, { role: "assistant", content: "", isPlain: this.settings.isPlain, marks: body.mark_drafts ? [] : undefined });
       turn.foot.replaceChildren();
       turn.root.setAttribute("aria-busy", "true");
       answer = new Answer(turn.shown);

@@ -50,7 +50,7 @@ export class Settings {
   }
 
   get values() {
-    return { mode: this.mode, ...Object.fromEntries(FIELDS.map((name) => [name, byId(name).value])) };
+    return { mode: this.mode, mark_drafts: byId("mark_drafts").checked, ...Object.fromEntries(FIELDS.map((name) => [name, byId(name).value])) };
   }
 
   // Fill the fields with what a conversation was held with.
@@ -59,6 +59,7 @@ export class Settings {
     for (const name of FIELDS) byId(name).value = String(all[name]);
     const radio = [...document.querySelectorAll("input[name=mode]")].find(({ value }) => value === all.mode);
     if (radio) radio.checked = true;
+    byId("mark_drafts").checked = all.mark_drafts === true;
     this.#showMode();
   }
 
@@ -80,6 +81,7 @@ export class Settings {
     }
     const stop = byId("stop_text").value.split("|").filter(Boolean);
     if (stop.length) body.stop = stop;
+    if (byId("mark_drafts").checked) body.mark_drafts = true;
     if (this.mode === "json") body.response_format = { type: "json_object" };
     if (this.mode === "schema") {
       body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: parsed("schema", "The JSON schema"), strict: true } };

@@ -11,11 +11,11 @@ export function makeTurn(node, { act, place, toolName, isPlain }) {
   const text = element("div", { class: "text" });
   const foot = element("div", { class: "turn-foot" });
   const root = element("article", { class: `turn ${node.role}`, "aria-label": title, "data-node": node.id }, element("h2", {}, title), text, foot);
-  const shown = node.role === "assistant" ? new Shown(root, text, isPlain) : null;
+  const shown = node.role === "assistant" ? new Shown(root, text, { isPlain, isMarked: Array.isArray(node.marks) }) : null;
   const turn = { root, text, foot, shown, node };
   if (shown) {
     if (node.reasoning) shown.think(node.reasoning);
-    if (node.content) shown.write(node.content);
+    if (node.content) shown.rewrite(node.content, node.marks);
     (node.tool_calls ?? []).forEach((call, i) => shown.call(i, call));
     shown.finish();
   } else {
@@ -79,12 +79,28 @@ function startEdit(root, text, node, act) {
 
 // The text, the reasoning and the tool calls of an answer.
 class Shown {
-  constructor(root, text, isPlain) {
-    Object.assign(this, { root, text, isPlain });
+  // `isPlain`: JSON. `isMarked`: the text as the model wrote it, with what comes from accepted drafts marked.
+  constructor(root, text, { isPlain, isMarked }) {
+    Object.assign(this, { root, text, isPlain, isMarked });
     this.boxes = [];
   }
 
-  write(text) {
+  // A whole text, with the lengths of its parts as `Answer` keeps them.
+  rewrite(text, marks) {
+    let start = 0;
+    (this.isMarked ? marks : []).forEach((length, i) => {
+      this.write(text.slice(start, start + length), i % 2 === 1);
+      start += length;
+    });
+    if (start < text.length) this.write(text.slice(start));
+  }
+
+  write(text, drafted = false) {
+    if (this.isMarked) {
+      this.text.classList.add("marked");
+      this.text.append(drafted ? element("mark", { title: "accepted drafts" }, text) : text);
+      return;
+    }
     if (this.isPlain) {
       this.plain ??= this.text.appendChild(element("pre", { tabindex: "0", "aria-label": "JSON" }));
       this.plain.append(text);

@@ -9,6 +9,7 @@ export const STATES = ["free", "cached", "owned", "pinned"];
 const REQUEST_FIELDS = [
   "order", "id", "queue", "stage", "tenant", "priority", "numSeqs", "promptTokens", "cachedTokens", "computedTokens",
   "generatedTokens", "maxTokens", "numBlocks", "preemptions", "adapter",
+  "drafts", "acceptedDrafts",
 ];
 
 const COLUMNS = { state: Uint8Array, refs: Uint32Array, filled: Uint16Array, depth: Uint32Array, hits: Uint32Array, hash: Float64Array,

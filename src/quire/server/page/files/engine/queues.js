@@ -35,7 +35,7 @@ export class Queues {
   #make(row) {
     const bar = (...names) => element("span", { class: "bar" }, ...names.map((name) => element("i", { class: name })));
     const head = element("span", { class: "request-head" }, element("span"), element("span"));
-    const bars = element("span", { class: "bars", "aria-hidden": "true" }, bar("from-cache", "computed"), bar("generated"));
+    const bars = element("span", { class: "bars", "aria-hidden": "true" }, bar("from-cache", "computed"), bar("drafted", "generated"));
     const button = element("button", { type: "button", class: "request", onclick: () => this.choose(row.order) }, head, bars);
     return element("li", {}, button);
   }
@@ -53,7 +53,10 @@ function update(item, row, selected) {
   const [prompt, output] = bars.children;
   prompt.children[0].style.width = share(cached, row.promptTokens);
   prompt.children[1].style.width = share(computed - cached, row.promptTokens);
-  output.children[0].style.width = row.maxTokens ? share(row.generatedTokens, row.maxTokens) : share(row.generatedTokens, row.generatedTokens + 100);
+  const accepted = Math.min(row.acceptedDrafts, row.generatedTokens);
+  const most = row.maxTokens || row.generatedTokens + 100;
+  output.children[0].style.width = share(accepted, most);
+  output.children[1].style.width = share(row.generatedTokens - accepted, most);
   setAttribute(button, "aria-pressed", row.order === selected);
   const said = [
     `Request ${row.id}`,
@@ -62,6 +65,7 @@ function update(item, row, selected) {
     `${count(computed)} of ${count(row.promptTokens)} prompt tokens computed`,
     cached ? `${count(cached)} of them from the cache` : "",
     `${count(row.generatedTokens)}${row.maxTokens ? ` of at most ${count(row.maxTokens)}` : ""} tokens generated`,
+    row.drafts ? `${count(row.acceptedDrafts)} of ${plural(row.drafts, "draft")} accepted` : "",
     row.numSeqs > 1 ? plural(row.numSeqs, "sequence") : "",
     plural(row.numBlocks, "block"),
     row.preemptions ? `preempted ${row.preemptions} times` : "",

@@ -245,6 +245,7 @@ export class EngineView {
       .filter((reason) => counters[`prefix_missed_${reason}`])
       .map((reason) => `${count(counters[`prefix_missed_${reason}`])} ${reason.replace("_", " ")}`);
     setText(byId("speed-note"), `Solid: ${count(counters.generated_tokens)} generated tokens in total. Dashed, with its own scale: ${count(counters.prompt_tokens)} prompt tokens. `
+      + (counters.drafts ? `Of ${plural(counters.drafts, "draft")}, ${count(counters.accepted_drafts)} were accepted. ` : "")
       + (misses.length ? `Prompt tokens not found in the cache: ${misses.join(", ")}.` : ""));
   }
 
