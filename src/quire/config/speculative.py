@@ -10,12 +10,13 @@ from typing import Any
 
 from quire.common.errors import ConfigError
 
-SOURCES = ("prediction", "own", "recent")
+SOURCES = ("prediction", "forced", "own", "recent")
 METHODS: Mapping[str, tuple[str, ...]] = {
     "auto": SOURCES,
     "suffix": SOURCES,
     "ngram": ("own",),
     "prediction": ("prediction",),
+    "forced": ("forced",),
     "off": (),
 }
 """By method, where drafts are looked up: in the request's `prediction`, its own tokens, its tenant's recent outputs."""

@@ -159,7 +159,7 @@ class Drafting:
         known, config = seq.drafting, self._config
         if known is None:
             known = seq.drafting = SequenceDrafts({name: Trust() for name in self._trust})
-        elif known.pause > 0 and config.is_adaptive:
+        elif known.pause > 0 and config.is_adaptive and seq.grammar is None:  # a grammar forces tokens now and then
             known.pause -= 1
             return NO_DRAFT
         best, most = NO_DRAFT, min(config.num_speculative_tokens, self._num_left(group, seq) - 1)
