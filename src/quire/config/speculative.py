@@ -17,11 +17,14 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "ngram": ("own",),
     "prediction": ("prediction",),
     "forced": ("forced",),
+    "draft_model": ("prediction", "forced", "model"),
     "off": (),
 }
-"""By method, where drafts are looked up: in the request's `prediction`, its own tokens, its tenant's recent outputs."""
+"""By method, where drafts come from: the request's `prediction`, its grammar, its own tokens, its tenant's recent
+outputs, another model."""
 _FIELDS = {
     "method": "method",
+    "model": "model",
     "num_speculative_tokens": "num_speculative_tokens",
     "prompt_lookup_min": "min_match",
     "prompt_lookup_max": "max_match",
@@ -37,6 +40,8 @@ class SpeculativeConfig:
     """Drafts change the number of steps and never a token."""
 
     method: str = "auto"
+    model: str | None = None
+    """The draft model: a checkpoint with the same tokens, as `model` of an engine names one."""
     num_speculative_tokens: int = 8
     """Most drafts of a sequence in a step."""
     min_match: int = 2
@@ -66,10 +71,13 @@ class SpeculativeConfig:
                 f"speculative_config: method={values['method']!r} is not supported; choose {', '.join(METHODS)}"
             )
         for field in dataclasses.fields(cls):
-            if field.name in values and type(values[field.name]) is not type(field.default):
-                kind = type(field.default).__name__
+            wanted = str if field.default is None else type(field.default)
+            if field.name in values and type(values[field.name]) is not wanted:
+                kind = wanted.__name__
                 raise ConfigError(f"speculative_config: {field.name}={values[field.name]!r} must be of the type {kind}")
         config = cls(**values)
+        if (config.method == "draft_model") != (config.model is not None):
+            raise ConfigError("speculative_config: method='draft_model' needs a model, and no other method takes one")
         if not 1 <= config.num_speculative_tokens <= _MOST_TOKENS:
             raise ConfigError(
                 f"speculative_config: num_speculative_tokens={config.num_speculative_tokens}: must be from 1 to "

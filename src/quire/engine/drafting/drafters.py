@@ -11,6 +11,7 @@ from quire.config.speculative import SpeculativeConfig
 from quire.engine.drafting.forced import ForcedTokens
 from quire.engine.drafting.lookup import NO_DRAFT, Draft, look_up
 from quire.engine.drafting.recent import RecentOutputs
+from quire.engine.drafting.model_drafts import ModelDrafts
 from quire.engine.requests.sequence import Sequence as Seq
 from quire.engine.requests.sequence import SequenceGroup
 
@@ -94,6 +95,7 @@ class Predicted:
 _DRAFTERS: Mapping[str, Callable[[SpeculativeConfig], Drafter]] = {
     **{kind.name: kind for kind in (OwnTokens, OthersTokens, Predicted)},
     ForcedTokens.name: lambda _: ForcedTokens(),
+    ModelDrafts.name: ModelDrafts,
 }
 
 

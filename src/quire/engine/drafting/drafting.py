@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from quire.common.batch import Batch
+from quire.common.batch import Ahead, Batch, Drafted
 from quire.common.faults import fault_point
 from quire.common.log import logger
 from quire.config.speculative import SpeculativeConfig
 from quire.engine.drafting.drafters import Drafter
+from quire.engine.drafting.forced import Walk
 from quire.engine.drafting.lengths import best_lengths
 from quire.engine.drafting.lookup import NO_DRAFT, Draft
+from quire.engine.drafting.model_drafts import ModelDrafts, ModelReading, best_count
 from quire.engine.drafting.row_times import RowTimes
 from quire.engine.requests.sequence import Sequence as Seq
 from quire.engine.requests.sequence import SequenceGroup
@@ -67,6 +69,10 @@ class SequenceDrafts:
     """Steps in which no draft is looked for."""
     num_failures: int = 0
     """Consecutive attempts that gave no right draft."""
+    reading: ModelReading = field(default_factory=ModelReading)
+    """How far a draft model is."""
+    walk: Walk | None = None
+    """The latest one through the grammar."""
 
     def wait(self, longest: int) -> None:
         """An attempt gave no right draft: wait twice as long as after the one before."""
@@ -103,6 +109,8 @@ class Drafting:
     def __init__(self, drafters: Sequence[Drafter], config: SpeculativeConfig, max_model_len: int) -> None:
         self.row_times = RowTimes()
         self.stats = DraftStats(config.num_speculative_tokens)
+        self.model = next((drafter for drafter in drafters if isinstance(drafter, ModelDrafts)), None)
+        """The drafts of a draft model, if there is one."""
         self._drafters = drafters
         self._config = config
         self._max_model_len = max_model_len
@@ -136,12 +144,37 @@ class Drafting:
                 known.wait(_LONGEST_PAUSE)
             self._trust[known.drafter].decay(_DECAY_OF_ALL)
 
-    def observe_step(self, batch: Batch, seconds: float) -> None:
-        """A step took this long. Only those of decodes alone say how long rows take."""
+    def ahead(self, scheduled: Sequence[tuple[SequenceGroup, Seq, int, bool]]) -> dict[int, Ahead]:
+        """By sequence id, what the draft model does with those that run this number of tokens, and perhaps take drafts
+        in the next step."""
+        planned, model, config = dict[int, Ahead](), self.model, self._config
+        if model is None:
+            return planned
+        times = model.times(sum([takes for _, _, _, takes in scheduled]), self.row_times)
+        least_odds = max(0.0, times[1] / times[0] - 1.0) if config.is_adaptive else 0.0
+        for group, seq, num_tokens, takes in scheduled:
+            known, count = self._known(seq), config.num_speculative_tokens if takes else 0
+            if count and config.is_adaptive:
+                factor = known.trust[model.name].factor(self._trust[model.name].factor(1.0))
+                count = 0 if known.pause > 0 else best_count(factor * known.reading.mean_odds, times)
+            count = max(0, min(count, self._num_left(group, seq) - 2))  # behind a token that may be the last but one
+            if (ahead := model.ahead(seq, known.reading, num_tokens, count, least_odds)) is not None:
+                planned[seq.seq_id] = ahead
+        return planned
+
+    def receive(self, seq: Seq, end: int, drafted: Drafted) -> None:
+        """The draft model has read the sequence's first `end` tokens, and drafted behind the next."""
+        if self.model is not None:
+            self.model.receive(self._known(seq).reading, end, drafted)
+
+    def observe_step(self, batch: Batch, seconds: float, drafting_s: float = 0.0) -> None:
+        """A step took this long, and beside it the draft model. Only those of decodes alone say how long rows take."""
         if all(s.drawn is not None and len(s.token_ids) == s.drawn.num_rows for s in batch.sequences):
             shape = len(batch.sequences), batch.num_tokens
             if shape in self._seen_shapes:
                 self.row_times.observe(batch.num_tokens, seconds)
+                if self.model is not None:
+                    self.model.observe(batch, drafting_s, seconds, self.row_times)
             self._seen_shapes.add(shape)  # the first step of a shape is recorded, which takes longer
 
     def finish(self, group: SequenceGroup, seq: Seq) -> None:
@@ -156,10 +189,8 @@ class Drafting:
 
     def _draft(self, group: SequenceGroup, seq: Seq, needed: float) -> Draft:
         """The draft that promises most; none of drafters that would have to be more reliable than they are."""
-        known, config = seq.drafting, self._config
-        if known is None:
-            known = seq.drafting = SequenceDrafts({name: Trust() for name in self._trust})
-        elif known.pause > 0 and config.is_adaptive and seq.grammar is None:  # a grammar forces tokens now and then
+        known, config = self._known(seq), self._config
+        if known.pause > 0 and config.is_adaptive and seq.grammar is None:  # a grammar forces tokens now and then
             known.pause -= 1
             return NO_DRAFT
         best, most = NO_DRAFT, min(config.num_speculative_tokens, self._num_left(group, seq) - 1)
@@ -181,6 +212,11 @@ class Drafting:
         if not best.token_ids:
             known.wait(_LONGEST_PAUSE // 4)
         return best
+
+    def _known(self, seq: Seq) -> SequenceDrafts:
+        if seq.drafting is None:
+            seq.drafting = SequenceDrafts({name: Trust() for name in self._trust})
+        return seq.drafting
 
     def _num_left(self, group: SequenceGroup, seq: Seq) -> int:
         """How many more tokens the sequence may have."""

@@ -22,7 +22,7 @@ _MOST_PLACES = 4096
 
 
 @dataclass(slots=True)
-class _Walk:
+class Walk:
     """The places on the way of a draft."""
 
     num_tokens: int
@@ -45,14 +45,13 @@ class ForcedTokens:
 
     def __init__(self) -> None:
         self._drawn: OrderedDict[Hashable, deque[int]] = OrderedDict()
-        self._walks: dict[int, _Walk] = {}
 
     def propose(self, group: SequenceGroup, seq: Seq, most: int) -> Draft:
         """See Drafter."""
-        if seq.grammar is None:
+        if seq.grammar is None or seq.drafting is None:
             return NO_DRAFT
-        self._learn(self._walks.get(seq.seq_id), seq.token_ids)
-        walk = self._walks[seq.seq_id] = _Walk(len(seq.token_ids))
+        self._learn(seq.drafting.walk, seq.token_ids)
+        walk = seq.drafting.walk = Walk(len(seq.token_ids))
         state, newest = seq.grammar.fork(), seq.token_ids[-1]
         while len(walk.token_ids) < most and not state.is_finished:
             if not self._step(walk, state, newest, (group.tenant, group.content_key)):
@@ -62,9 +61,10 @@ class ForcedTokens:
 
     def finish(self, group: SequenceGroup, seq: Seq) -> None:
         """See Drafter."""
-        self._learn(self._walks.pop(seq.seq_id, None), seq.token_ids)
+        if seq.drafting is not None:
+            self._learn(seq.drafting.walk, seq.token_ids)
 
-    def _step(self, walk: _Walk, state: GrammarState, newest: int, scope: Hashable) -> bool:
+    def _step(self, walk: Walk, state: GrammarState, newest: int, scope: Hashable) -> bool:
         """Go on by the tokens that are forced, or by one that is likely. False if there are none."""
         if forced := state.forced_tokens(always=True):
             token_ids, odds, places = forced, [1.0] * len(forced), [()] * len(forced)
@@ -84,7 +84,7 @@ class ForcedTokens:
         walk.places += places
         return all(state.advance(token_id) for token_id in token_ids)
 
-    def _learn(self, walk: _Walk | None, token_ids: list[int]) -> None:
+    def _learn(self, walk: Walk | None, token_ids: list[int]) -> None:
         """Remember what was drawn at the places of a walk that the sequence has come to."""
         if walk is None:
             return

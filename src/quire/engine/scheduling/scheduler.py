@@ -9,7 +9,7 @@ be verified come last of all, from what nothing else needs.
 import time
 from collections.abc import Callable, Set
 
-from quire.common.batch import Batch
+from quire.common.batch import Ahead, Batch
 from quire.common.errors import CheckpointError
 from quire.common.log import logger
 from quire.config.scheduler import SchedulerConfig
@@ -73,11 +73,11 @@ class Scheduler:
         """The longest cached prefix that leaves the tokens to compute whose successors must still be scored."""
         return self.blocks.look_up(seq.seq_id, seq.token_ids, group.content_key, seq.max_cached_tokens)
 
-    def observe(self, batch: Batch, seconds: float) -> None:
-        """Learn how long a batch took."""
+    def observe(self, batch: Batch, seconds: float, drafting_s: float = 0.0) -> None:
+        """Learn how long a batch took, and how long of that the draft model."""
         self.step_time.observe(batch.num_tokens, seconds)
         if self.drafting is not None:
-            self.drafting.observe_step(batch, seconds)
+            self.drafting.observe_step(batch, seconds - drafting_s, drafting_s)
 
     # The plan
 
@@ -95,12 +95,14 @@ class Scheduler:
         if not plan.preempted:
             self._start_queued(plan)
         self._add_drafts(plan)
+        ahead = self._look_ahead(plan)
         sequences, drafts, block_tables = [], plan.drafts, self.blocks.block_tables
         for group, seq, num_tokens in plan.scheduled:
             requests.planning_group = group
             seq_drafts = drafts.get(seq.seq_id, ()) if drafts else ()
             adapter = -1 if group.adapter is None else self.adapters.slot(group)
-            sequences.append(scheduled_sequence(seq, num_tokens, seq_drafts, block_tables(seq.seq_id), adapter))
+            tables, seq_ahead = block_tables(seq.seq_id), ahead.get(seq.seq_id)
+            sequences.append(scheduled_sequence(seq, num_tokens, seq_drafts, tables, adapter, seq_ahead))
         requests.planning_group = None
         transfers = self.blocks.take_transfers(self.num_steps)
         self.num_swapped_blocks += sum([len(transfer.pairs) for transfer in transfers])
@@ -151,6 +153,23 @@ class Scheduler:
                 self.blocks.append(seq.seq_id, start, end)
                 plan.drafts[seq.seq_id] = token_ids
                 plan.token_budget -= len(token_ids)
+
+    def _look_ahead(self, plan: StepPlan) -> dict[int, Ahead]:
+        """By sequence id, what a draft model does, with blocks for its drafts from those that are left."""
+        if self.drafting is None or self.drafting.model is None:
+            return {}
+        wanted = [(group, seq, n, _takes_drafts(group, seq, n)) for group, seq, n in plan.scheduled]
+        planned = self.drafting.ahead(wanted)
+        for group, seq, num_tokens, _ in wanted:
+            ahead, start = planned.get(seq.seq_id), seq.num_computed_tokens
+            if ahead is not None and ahead.num_drafts:
+                self.requests.planning_group = group
+                end = start + num_tokens + len(plan.drafts.get(seq.seq_id, ())) + ahead.num_drafts
+                if self.blocks.can_append(seq.seq_id, start, end):
+                    self.blocks.append(seq.seq_id, start, end)
+                else:
+                    del planned[seq.seq_id]
+        return planned
 
     # Running requests
 
