@@ -64,8 +64,9 @@ class DraftRunner:
     """Owns the draft model and its layers' caches, which lie in the blocks of the model's: what the batches say of
     blocks and tables holds for both. After a step it keeps nothing of it.
 
-    A draft is drawn as the model will draw in its place: with the same parameters and the same random number, so that
-    similar distributions give the same token. Only grammars and adapters are left out.
+    A draft is the token that seems likeliest to it after the request's penalties and bans, also where the model draws at
+    random: that is right more often than a token drawn with the same random number (ADR 0057). It knows no grammars and
+    no adapters.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ def _longer(history: TokenIds, token_id: int) -> TokenIds:
 
 @lru_cache(maxsize=1024)
 def _as_draft(draw: Draw, reduces: bool) -> Draw:
-    """The draw with the probability of its token, and with `reduces` without the tokens that a smaller vocabulary may
+    """The draw of the likeliest token, with its probability, and with `reduces` without the tokens that a smaller vocabulary may
     not have."""
-    changed = replace(draw, logprobs=0, logprobs_mode="raw_logprobs", processors=())
+    changed = replace(draw, temperature=0.0, logprobs=0, logprobs_mode="raw_logprobs", processors=())
     return replace(changed, allowed_token_ids=None, logit_bias=()) if reduces else changed

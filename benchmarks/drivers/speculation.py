@@ -1,0 +1,84 @@
+"""One row of JSON for each kind of text: `speculation MODEL DRAFT PRECISION ROUNDS`, with and without drafts, in turn.
+
+All requests are greedy and run one at a time. The outputs must be equal.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.drivers.protocol import timed
+from quire import LLM, SamplingParams, StructuredOutputsParams
+
+QUESTIONS = (
+    "What does http.client.HTTPResponse.read do?",
+    "What does ipaddress.IPv6Interface do?",
+    "What does time.strftime do?",
+    "Summarize json.dumps as JSON.",
+    "What does os.path.join do?",
+)
+CODE = ("def read_lines(path):\n", "    def __init__(self, name, value):\n")
+_FUNCTION = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "module": {"type": "string", "maxLength": 12},
+        "summary": {"type": "string", "maxLength": 40},
+        "is_deprecated": {"type": "boolean"},
+        "return_type": {"enum": ["str", "bytes", "int", "None"]},
+    },
+    "required": ["name", "module", "summary", "is_deprecated", "return_type"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": _FUNCTION, "minItems": 3, "maxItems": 3}
+
+
+def rows(model: str, draft: str, precision: str, num_rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield the speed-up by a draft model for questions and code, and by forced tokens for JSON."""
+    arguments: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 1024, "kv_cache_memory": "256MiB"}
+    arguments |= {"quantization": None if precision == "bfloat16" else precision, "enable_prefix_caching": False}
+    configs = {
+        "off": {"method": "off"},
+        "draft_model": {"method": "draft_model", "model": draft},
+        "forced": {"method": "forced"},
+    }
+    llms = {name: LLM(model, speculative_config=config, **arguments) for name, config in configs.items()}
+    chats = [llms["off"].chat_prompt([{"role": "user", "content": question}]) for question in QUESTIONS]
+    greedy = SamplingParams(temperature=0, max_tokens=64)
+    array = SamplingParams(
+        temperature=0, max_tokens=400, structured_outputs=StructuredOutputsParams(json=SCHEMA)
+    )
+    cases = (
+        ("questions", "draft_model", chats, greedy),
+        ("code", "draft_model", list(CODE), greedy),
+        ("JSON by schema", "forced", chats[3:4], array),
+    )
+    for text, method, prompts, params in cases:
+        times: dict[str, list[float]] = {"off": [], method: []}
+        outputs: dict[str, list[Any]] = {}
+        for _ in range(1 + num_rounds):
+            for name, of_rounds in times.items():
+                engine = llms[name].engine
+                first = engine.scheduler.num_steps
+                outputs[name] = []
+                of_rounds.append(timed(lambda name=name: _run(llms[name], prompts, params, outputs[name])))
+                outputs[name].append(engine.scheduler.num_steps - first)
+        (*expected, num_steps), (*found, num_fewer) = outputs["off"], outputs[method]
+        ratios = [plain / fast for plain, fast in zip(times["off"][1:], times[method][1:], strict=True)]
+        yield {
+            "text": text, "method": method, "precision": precision, "num_tokens": sum(map(len, expected)),
+            "num_steps": [num_steps, num_fewer], "elapsed_s": [times["off"][1:], times[method][1:]],
+            "speedup": round(statistics.median(ratios), 3), "is_equal": expected == found,
+        }  # fmt: skip
+
+
+def _run(llm: LLM, prompts: list[Any], params: SamplingParams, outputs: list[Any]) -> None:
+    for prompt in prompts:
+        outputs.append(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids)
+
+
+if __name__ == "__main__":
+    for row in rows(*sys.argv[1:4], int(sys.argv[4])):
+        print(json.dumps(row), flush=True)
