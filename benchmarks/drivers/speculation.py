@@ -10,15 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.drivers.protocol import timed
+from benchmarks.engines.peers import ROOT
 from quire import LLM, SamplingParams, StructuredOutputsParams
 
-QUESTIONS = (
-    "What does http.client.HTTPResponse.read do?",
-    "What does ipaddress.IPv6Interface do?",
-    "What does time.strftime do?",
-    "Summarize json.dumps as JSON.",
-    "What does os.path.join do?",
-)
+QUESTIONS = ROOT / "tests" / "data" / "recall.json"
+_NUM_QUESTIONS = 6
 CODE = ("def read_lines(path):\n", "    def __init__(self, name, value):\n")
 _FUNCTION = {
     "type": "object",
@@ -36,7 +32,7 @@ SCHEMA = {"type": "array", "items": _FUNCTION, "minItems": 3, "maxItems": 3}
 
 
 def rows(model: str, draft: str, precision: str, num_rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield the speed-up by a draft model for questions and code, and by forced tokens for JSON."""
+    """Yield the speed-up by a draft model for long answers and code, and by forced tokens for JSON."""
     arguments: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 1024, "kv_cache_memory": "256MiB"}
     arguments |= {"quantization": None if precision == "bfloat16" else precision, "enable_prefix_caching": False}
     configs = {
@@ -45,15 +41,16 @@ def rows(model: str, draft: str, precision: str, num_rounds: int) -> Iterator[di
         "forced": {"method": "forced"},
     }
     llms = {name: LLM(model, speculative_config=config, **arguments) for name, config in configs.items()}
-    chats = [llms["off"].chat_prompt([{"role": "user", "content": question}]) for question in QUESTIONS]
+    pairs = sorted(json.loads(QUESTIONS.read_text()), key=lambda pair: -len(pair["answer"]))[:_NUM_QUESTIONS]
+    chats = [llms["off"].chat_prompt([{"role": "user", "content": pair["question"]}]) for pair in pairs]
     greedy = SamplingParams(temperature=0, max_tokens=64)
     array = SamplingParams(
         temperature=0, max_tokens=400, structured_outputs=StructuredOutputsParams(json=SCHEMA)
     )
     cases = (
-        ("questions", "draft_model", chats, greedy),
+        ("answers", "draft_model", chats, greedy),
         ("code", "draft_model", list(CODE), greedy),
-        ("JSON by schema", "forced", chats[3:4], array),
+        ("JSON by schema", "forced", chats[:1], array),
     )
     for text, method, prompts, params in cases:
         times: dict[str, list[float]] = {"off": [], method: []}
