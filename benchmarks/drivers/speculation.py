@@ -44,9 +44,7 @@ def rows(model: str, draft: str, precision: str, num_rounds: int) -> Iterator[di
     pairs = sorted(json.loads(QUESTIONS.read_text()), key=lambda pair: -len(pair["answer"]))[:_NUM_QUESTIONS]
     chats = [llms["off"].chat_prompt([{"role": "user", "content": pair["question"]}]) for pair in pairs]
     greedy = SamplingParams(temperature=0, max_tokens=64)
-    array = SamplingParams(
-        temperature=0, max_tokens=400, structured_outputs=StructuredOutputsParams(json=SCHEMA)
-    )
+    array = SamplingParams(temperature=0, max_tokens=400, structured_outputs=StructuredOutputsParams(json=SCHEMA))
     cases = (
         ("answers", "draft_model", chats, greedy),
         ("code", "draft_model", list(CODE), greedy),

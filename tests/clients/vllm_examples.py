@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(sys.prefix) / "vllm-examples"
+FOLDER = Path(sys.prefix) / "vllm" / "examples"
 MODEL = "quire-tiny"
 _IMPORT = re.compile(r"^( *(?:from|import) )vllm\b", re.MULTILINE)
 _MODELS = (

@@ -3,8 +3,7 @@
 import pytest
 
 from quire.common.errors import ConfigError, OutOfMemoryError
-from quire.config.machine import machine_memory
-from quire.config.sizes import format_bytes, parse_bytes
+from quire.config.machine import format_bytes, machine_memory, parse_bytes
 
 GIB = 1024**3
 

@@ -71,7 +71,7 @@ def test_arguments_that_make_no_difference_are_accepted_in_one_line(caplog, monk
     [
         ({"load_format": "pt"}, "load_format='pt' is not supported: checkpoints are safetensors"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size='2' is not supported: one engine process"),
-        ({"speculative_config": {"method": "ngram"}}, "no speculative decoding"),
+        ({"spec_method": "ngram"}, "speculative_config says how tokens are drafted"),
         ({"device": "cuda"}, "Quire runs on CPUs"),
         ({"max_num_seq": 4}, "unknown argument 'max_num_seq', did you mean 'max_num_seqs'"),
     ],

@@ -255,7 +255,8 @@ def test_drafts_are_dropped_from_the_first_wrong_one_on(num_right, num_drafts):
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "num_drafts"), [(5, [4, 3, 2, 1, 0]), (None, list(range(14, -1, -1))), (100, list(range(14, -1, -1)))]
+    ("max_tokens", "num_drafts"),
+    [(5, [4, 3, 2, 1, 0]), (None, list(range(14, -1, -1))), (100, list(range(14, -1, -1)))],
 )
 def test_no_more_is_drafted_than_the_request_may_have_behind_the_next_token(max_tokens, num_drafts):
     def draft(group: SequenceGroup, seq: Sequence) -> list[int]:

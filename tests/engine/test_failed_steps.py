@@ -149,7 +149,7 @@ def test_a_queued_request_that_cannot_be_looked_up_is_named(monkeypatch, policy,
 @pytest.mark.parametrize("step", ["append", "drafts", "mask"])
 def test_a_running_request_that_cannot_be_planned_is_named(monkeypatch, place, step):
     drafted: list[int] = []
-    harness = Harness(num_blocks=12, draft=lambda group, seq: [1, 2] if seq.seq_id in drafted else [])
+    harness = Harness(num_blocks=12, draft=lambda group, seq: [1] * 8 if seq.seq_id in drafted else [])
     groups = [harness.add([token_id] * 4, 6) for token_id in (1, 2)]
     for _ in range(1 if step == "append" else 2):
         harness.step()

@@ -10,7 +10,7 @@ from quire import LLM, RequestError, SamplingParams, TokenizerError
 
 
 def test_running_requests_compute_their_tokens_again_after_a_reset() -> None:
-    llm = LLM(max_model_len=128, num_gpu_blocks_override=16, swap_space=0.01)
+    llm = LLM(max_model_len=128, num_gpu_blocks_override=16, swap_space=0.01, speculative_config={"method": "off"})
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     (expected,) = llm.generate([[7] * 40], params, use_tqdm=False)
     llm.engine.add_request("a", [7] * 40, params)

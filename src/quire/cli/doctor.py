@@ -13,8 +13,7 @@ from pathlib import Path
 
 from quire.common.errors import QuireError
 from quire.common.version import __version__
-from quire.config.machine import machine_memory
-from quire.config.sizes import format_bytes
+from quire.config.machine import format_bytes, machine_memory
 
 _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
 _SMALL_MEMORY = 2 * 2**30

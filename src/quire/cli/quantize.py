@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the folder and print the size of its weights."""
-    from quire.config.sizes import format_bytes
+    from quire.config.machine import format_bytes
     from quire.models.weights.loader import weight_bytes  # loads torch
     from quire.models.weights.saving import save_quantized
     from quire.text.tokenizer.files import write_tokenizer_files

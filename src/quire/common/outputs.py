@@ -124,6 +124,33 @@ class AdapterStats:
     num_generated_tokens: int = 0
 
 
+@dataclass(slots=True)
+class DraftStats:
+    """Drafts that were verified, of one drafter."""
+
+    num_accepted_at: list[int]
+    """How many were right, by position among the drafts of a sequence."""
+    num_drafts: int = 0
+    """How often drafts of a sequence were verified."""
+    num_tokens: int = 0
+
+    @property
+    def num_accepted(self) -> int:
+        """How many were right."""
+        return sum(self.num_accepted_at)
+
+    def add(self, num_tokens: int, num_accepted: int) -> None:
+        """Of this number of drafts of a sequence, the first `num_accepted` were right."""
+        self.num_drafts += 1
+        self.num_tokens += num_tokens
+        for position in range(num_accepted):
+            self.num_accepted_at[position] += 1
+
+    def copy(self) -> DraftStats:
+        """The same counts, which change no more."""
+        return DraftStats(list(self.num_accepted_at), self.num_drafts, self.num_tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Statistics of the engine at one moment; counters run since the engine was made."""

@@ -17,10 +17,10 @@ from quire.common.lora import LoRARequest
 from quire.common.params import LOGPROBS_MODES, LogprobsMode
 from quire.config.cache import CacheConfig
 from quire.config.lora import LoRAConfig
+from quire.config.machine import parse_bytes
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig, parse_cpu_list
 from quire.config.scheduler import SchedulerConfig
-from quire.config.sizes import parse_bytes
 from quire.config.speculative import AUTOMATIC, SpeculativeConfig
 
 _LORA_KEYS = {"name": "lora_name", "path": "lora_path"}

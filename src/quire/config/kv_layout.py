@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from quire.common.errors import ConfigError, OutOfMemoryError
 from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec, NoCacheSpec
-from quire.config.sizes import format_bytes
+from quire.config.machine import format_bytes
 
 
 def group_layers(specs: Sequence[KVCacheSpec], block_size: int) -> tuple[KVCacheGroup, ...]:

@@ -1,14 +1,16 @@
-"""The memory that this process may use: the machine's, or less if a container sets a limit; and the speed of disks."""
+"""The memory that this process may use: the machine's, or less if a container sets a limit; sizes in bytes as text; and
+the speed of disks."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.common.errors import OutOfMemoryError
+from quire.common.errors import ConfigError, OutOfMemoryError
 
 _PIECE_BYTES = 1024 * 1024
 _MEASURED_S, _MAX_PIECES = 0.1, 64
@@ -132,3 +134,32 @@ def disk_speed(path: Path) -> DiskSpeed:
     except OSError:
         return DiskSpeed(_ASSUMED_BYTES_PER_S, is_measured=False)
     return DiskSpeed(num_bytes / (time.perf_counter() - started), is_measured=True)
+
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
+
+
+def parse_bytes(name: str, value: int | str) -> int:
+    """Return the bytes of an integer or a text such as `"64MiB"` or `"500MB"`; `name` appears in the error message."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        num_bytes = value
+    else:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).strip().lower())
+        if match is None or match[2] not in _UNITS:
+            raise ConfigError(f'{name}={value!r}: must be a number of bytes, or text such as "64MiB" or "2GiB"')
+        num_bytes = int(float(match[1]) * _UNITS[match[2]])
+    if num_bytes <= 0:
+        raise ConfigError(f"{name}={value!r}: must be more than 0 bytes")
+    return num_bytes
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Format `num_bytes` in the largest unit that gives at least 1, such as `1.50 GiB`."""
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.common.errors import ConfigError
+from quire.common.errors import ConfigError, check_choice, nearest_name
+from quire.common.log import logger
 
 SOURCES = ("prediction", "forced", "own", "recent")
 METHODS: Mapping[str, tuple[str, ...]] = {
     "auto": SOURCES,
     "suffix": SOURCES,
-    "ngram": ("own",),
+    "ngram": ("prediction", "own"),
     "prediction": ("prediction",),
     "forced": ("forced",),
     "draft_model": ("prediction", "forced", "model"),
@@ -22,16 +21,20 @@ METHODS: Mapping[str, tuple[str, ...]] = {
 }
 """By method, where drafts come from: the request's `prediction`, its grammar, its own tokens, its tenant's recent
 outputs, another model."""
-_FIELDS = {
-    "method": "method",
-    "model": "model",
-    "num_speculative_tokens": "num_speculative_tokens",
-    "prompt_lookup_min": "min_match",
-    "prompt_lookup_max": "max_match",
-    "suffix_decoding_max_tree_depth": "max_match",
-    "adaptive": "is_adaptive",
+_FIELDS: Mapping[str, tuple[str, type]] = {
+    "method": ("method", str),
+    "model": ("model", str),
+    "num_speculative_tokens": ("num_speculative_tokens", int),
+    "prompt_lookup_min": ("min_match", int),
+    "prompt_lookup_max": ("max_match", int),
+    "suffix_decoding_max_tree_depth": ("max_match", int),
+    "adaptive": ("is_adaptive", bool),
 }
-"""vLLM's names of fields, and `adaptive`."""
+"""vLLM's names of fields, and `adaptive`, with ours."""
+_WITHOUT_EFFECT = (
+    "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob",
+)  # fmt: skip
+"""Fields of vLLM that bound what is tried: here measured times and acceptances do."""
 _MOST_TOKENS = 32
 
 
@@ -61,32 +64,40 @@ class SpeculativeConfig:
         """The config of vLLM's `speculative_config`. Raises ConfigError for fields and values that it does not have."""
         values: dict[str, Any] = {}
         for name, value in given.items():
+            if name in _WITHOUT_EFFECT:
+                logger.info("without effect here: %s of speculative_config", name)
+                continue
             if name not in _FIELDS:
-                near = difflib.get_close_matches(name, _FIELDS, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(_FIELDS)}"
-                raise ConfigError(f"speculative_config: unknown field {name!r}{hint}")
-            values[_FIELDS[name]] = value
-        if "method" in values and values["method"] not in METHODS:
-            raise ConfigError(
-                f"speculative_config: method={values['method']!r} is not supported; choose {', '.join(METHODS)}"
-            )
-        for field in dataclasses.fields(cls):
-            wanted = str if field.default is None else type(field.default)
-            if field.name in values and type(values[field.name]) is not wanted:
-                kind = wanted.__name__
-                raise ConfigError(f"speculative_config: {field.name}={values[field.name]!r} must be of the type {kind}")
-        config = cls(**values)
+                raise ConfigError(
+                    f"speculative_config: unknown field {name!r}{nearest_name(name, _FIELDS)} "
+                    f"(allowed: {', '.join(_FIELDS)})"
+                )
+            ours, kind = _FIELDS[name]
+            if type(value) is not kind:
+                raise ConfigError(f"speculative_config: {name}={value!r} must be of the type {kind.__name__}")
+            values[ours] = value
+        if "method" in values:
+            check_choice("speculative_config: method", values["method"], tuple(METHODS))
+        return cls._checked(values)
+
+    @classmethod
+    def _checked(cls, values: dict[str, Any]) -> SpeculativeConfig:
+        """With one of the two lengths of a match given, the other one follows it where it must."""
+        default = cls()
+        low = values.get("min_match", max(1, min(default.min_match, values.get("max_match", default.min_match))))
+        high = values.get("max_match", max(default.max_match, low))
+        config = cls(**values | {"min_match": low, "max_match": high})
         if (config.method == "draft_model") != (config.model is not None):
             raise ConfigError("speculative_config: method='draft_model' needs a model, and no other method takes one")
         if not 1 <= config.num_speculative_tokens <= _MOST_TOKENS:
             raise ConfigError(
-                f"speculative_config: num_speculative_tokens={config.num_speculative_tokens}: must be from 1 to "
+                f"speculative_config: num_speculative_tokens={config.num_speculative_tokens} must be from 1 to "
                 f"{_MOST_TOKENS}"
             )
         if not 1 <= config.min_match <= config.max_match:
             raise ConfigError(
-                f"speculative_config: {config.min_match} to {config.max_match} tokens must agree: the least must "
-                "be 1 or more, and at most the other number"
+                f"speculative_config: prompt_lookup_min={config.min_match} must be 1 or more, and at most "
+                f"prompt_lookup_max={config.max_match}"
             )
         return config
 

@@ -10,8 +10,8 @@ from quire.common.errors import CheckpointError, InvalidParamsError, RequestErro
 from quire.common.lora import KnownAdapter, LoRARequest
 from quire.config.checkpoint.location import adapter_folder
 from quire.config.lora import LoRAConfig
+from quire.config.machine import format_bytes
 from quire.config.model import ModelConfig
-from quire.config.sizes import format_bytes
 
 if TYPE_CHECKING:
     from quire.models.adapters.adapter import AdapterInfo

@@ -17,8 +17,7 @@ from quire.common.outputs import EngineStats, RequestOutput
 from quire.common.params import BeamSearchParams, PoolingParams, SamplingParams
 from quire.config.args import EngineArgs
 from quire.engine.adapters import AdapterTable, AnyAdapter
-from quire.engine.drafting.drafters import make_drafters
-from quire.engine.drafting.drafting import Drafting
+from quire.engine.drafting.drafting import make_drafting
 from quire.engine.metrics import EngineMetrics, Metric
 from quire.engine.process.messages import Progress
 from quire.engine.requests.grammar_queue import GrammarQueue
@@ -53,8 +52,7 @@ class LLMEngine:
     """
 
     def __init__(self, plan: MemoryPlan, executor: Executor, tokenizer: Tokenizer) -> None:
-        self.plan, config = plan, plan.config
-        self.model_config = config.model
+        self.plan, config, self.model_config = plan, plan.config, plan.config.model
         self.executor, self.pooler = executor, executor.pooler
         """The pooler says what the model can make of texts; None if it generates."""
         self.blocks = BlockSpaceManager(
@@ -63,15 +61,11 @@ class LLMEngine:
             watermark=config.cache.watermark,
             pinned_fraction=config.cache.pinned_fraction,
         )
-        block_copy_s = plan.kv_cache.block_bytes / _COPY_BYTES_PER_S
+        block_copy_s, drafting = plan.kv_cache.block_bytes / _COPY_BYTES_PER_S, make_drafting(config)
         slots = self._slots = LoadedAdapters(config.lora, executor)
         self.adapters = AdapterTable(config.model, config.lora, on_change=slots.keep_only)
         """The LoRA adapters that requests may name."""
-        drafters = make_drafters(config.speculative)
-        drafting = Drafting(drafters, config.speculative, config.model.max_model_len) if drafters else None
-        self.scheduler = Scheduler(
-            config.scheduler, self.blocks, block_copy_s=block_copy_s, adapters=slots, drafting=drafting
-        )
+        self.scheduler = Scheduler(config.scheduler, self.blocks, time.monotonic, block_copy_s, slots, drafting)
         self.requests = self.scheduler.requests
         self.committer = Committer(self.requests, max_model_len=config.model.max_model_len, drafting=drafting)
         self._use_tokenizer(tokenizer)

@@ -160,12 +160,13 @@ class BlockSpaceManager:
         """Whether the sequence is known to hold `num_tokens` tokens as it is; if not, `can_append` finds out."""
         return num_tokens <= self._sequences[seq_id].num_writable
 
-    def can_append(self, seq_id: int, num_computed_tokens: int, num_tokens: int) -> bool:
-        """Whether the sequence can hold `num_tokens` tokens in all and write those that are not computed yet."""
+    def can_append(self, seq_id: int, num_computed_tokens: int, num_tokens: int, num_left: int = 0) -> bool:
+        """Whether the sequence can hold `num_tokens` tokens in all and write those that are not computed yet, so that
+        `num_left` blocks for each kind of layer remain for others."""
         blocks = self._sequences[seq_id]
         needed = self._num_missing(blocks, num_tokens)
         needed += len(self._shared_write_groups(blocks, num_computed_tokens))
-        return needed <= self.pool.num_free_blocks
+        return needed + num_left * len(self.managers) <= self.pool.num_free_blocks
 
     def append(self, seq_id: int, num_computed_tokens: int, num_tokens: int) -> None:
         """Grow the tables to hold `num_tokens` tokens in all; done twice it changes nothing more.

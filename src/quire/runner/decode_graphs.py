@@ -3,6 +3,7 @@
 In a decode step each sequence runs the tokens whose successors it draws: its newest token, and drafts behind it.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from quire.runner.row_layout import RowLayout, row_layout
 
 MAX_ROWS = 256
 """A step of more rows takes so long that Python's share of it no longer matters."""
+MAX_RECORDINGS = 512
+"""Recordings that are kept, the last used ones, since drafts make many combinations of sequences and rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class DecodeGraphs:
         self._slots = np.zeros((num_groups, MAX_ROWS), np.int64)
         self._block_tables = np.zeros((num_groups, MAX_ROWS, max_blocks), np.int32)
         self._known_tables: list[list[BlockIds | None]] = [[None] * MAX_ROWS for _ in range(num_groups)]
-        self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
+        self._recorded: OrderedDict[tuple[int, int, bool], _Recorded] = OrderedDict()
 
     def can_replay(self, sequences: Sequence[ScheduledSequence]) -> bool:
         """Whether backend and model can be recorded, and this is a decode step that is small enough."""
@@ -68,7 +71,10 @@ class DecodeGraphs:
         recorded = self._recorded.get(shape)
         if recorded is None:
             recorded = self._recorded[shape] = self._record(*shape)
+            if len(self._recorded) > MAX_RECORDINGS:
+                self._recorded.popitem(last=False)
         else:
+            self._recorded.move_to_end(shape)
             recorded.graph.replay()
         return recorded.logits
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from quire import kernels
 from quire.common.batch import (
     Ahead,
-    Draw,
     Drafted,
+    Draw,
     DrawnRows,
     ScheduledSequence,
     StepResult,
@@ -54,9 +54,7 @@ class _Reading:
         drawn, end = self.sequence.drawn, self.sequence.end
         assert drawn is not None
         history = None if drawn.history is None else _longer(drawn.history, token_id)
-        self.sequence = replace(
-            self.sequence, token_ids=(token_id,), start=end, drawn=replace(drawn, history=history)
-        )
+        self.sequence = replace(self.sequence, token_ids=(token_id,), start=end, drawn=replace(drawn, history=history))
         return len(self.token_ids) < self.ahead.num_drafts and self.probability >= self.ahead.least_odds
 
 
@@ -109,7 +107,9 @@ class DraftRunner:
         for place, (s, count, end) in enumerate(zip(sequences, counts, accumulate(counts), strict=True)):
             has_failed = result.errors and not result.errors.keys().isdisjoint(range(end - count, end))
             if s.ahead is not None and s.end + s.ahead.num_drafts <= self._max_len and not has_failed:
-                readings.append(_Reading(place, self._to_read(s, s.ahead, result.token_ids[end - count : end]), s.ahead))
+                readings.append(
+                    _Reading(place, self._to_read(s, s.ahead, result.token_ids[end - count : end]), s.ahead)
+                )
         return readings
 
     def _to_read(self, s: ScheduledSequence, ahead: Ahead, drawn_ids: tuple[int, ...]) -> ScheduledSequence:

@@ -12,9 +12,8 @@ from quire.config.cache import CacheConfig
 from quire.config.checkpoint.safetensors import SINGLE_FILE
 from quire.config.kv_cache import MAX_BLOCKS_PER_SEQ, KVCacheConfig, KVCacheSpec, NoCacheSpec
 from quire.config.kv_layout import kv_cache_config
-from quire.config.machine import DiskSpeed, MachineMemory, disk_speed, machine_memory
+from quire.config.machine import DiskSpeed, MachineMemory, disk_speed, format_bytes, machine_memory
 from quire.config.quantization import QUANT_METHOD
-from quire.config.sizes import format_bytes
 from quire.models.activations import activation_bytes
 from quire.models.adapters.slots import adapter_reserve
 from quire.models.base import Model

@@ -17,7 +17,7 @@ from quire.common.arguments.vllm_arguments import formats, own_format, translate
 from quire.common.errors import CheckpointError, ConfigError, check_choice, nearest_name
 from quire.config.args import EngineArgs, arg, check_types
 from quire.config.hf_config import check_file
-from quire.config.sizes import parse_bytes
+from quire.config.machine import parse_bytes
 from quire.server.models.spec import ModelSpec
 
 LOG_FORMATS = ("text", "json")

@@ -10,15 +10,18 @@ import numpy as np
 from quire.config.speculative import SpeculativeConfig
 from quire.engine.drafting.forced import ForcedTokens
 from quire.engine.drafting.lookup import NO_DRAFT, Draft, look_up
-from quire.engine.drafting.recent import RecentOutputs
 from quire.engine.drafting.model_drafts import ModelDrafts
+from quire.engine.drafting.recent import RecentOutputs
 from quire.engine.requests.sequence import Sequence as Seq
 from quire.engine.requests.sequence import SequenceGroup
 
+_PREDICTED_ODDS = 0.9
+"""How probable the next token of a prediction seems that was right so far."""
+
 
 class Drafter(Protocol):
-    """Proposes tokens that may follow a sequence's newest. Wrong ones cost time and change no output; an exception
-    costs the draft. It must not change the request."""
+    """Proposes tokens of the model's vocabulary that may follow a sequence's newest. Wrong ones cost time and change no
+    output; an exception costs the draft. It changes nothing of the request, and the step waits for it."""
 
     name: str
 
@@ -26,7 +29,7 @@ class Drafter(Protocol):
         """At most `most` tokens, which is at least 1."""
 
     def finish(self, group: SequenceGroup, seq: Seq) -> None:
-        """The sequence has ended."""
+        """The sequence has ended by a stop or a limit, and not by a failure or an abort."""
 
 
 class OwnTokens:
@@ -64,13 +67,14 @@ class OthersTokens:
         return look_up(text, seq.history(), most, min_match=self._config.min_match, max_match=self._config.max_match)
 
     def finish(self, group: SequenceGroup, seq: Seq) -> None:
-        """See Drafter."""
+        """Remember the output, and before it as much of the prompt as is compared."""
         if seq.num_output_tokens > 1:
-            self._recent.add((group.tenant, group.content_key), np.array(seq.output.token_ids, np.int32))
+            start = max(0, seq.num_prompt_tokens - self._config.max_match)
+            self._recent.add((group.tenant, group.content_key), seq.history()[start:])
 
 
 class Predicted:
-    """The tokens that the caller expects (OpenAI's `prediction`)."""
+    """The tokens that the caller expects, which are OpenAI's `prediction`."""
 
     name = "prediction"
 
@@ -78,14 +82,15 @@ class Predicted:
         self._config = config
 
     def propose(self, group: SequenceGroup, seq: Seq, most: int) -> Draft:
-        """The beginning for the first token, then what follows the newest tokens in the prediction."""
+        """As long as the output is the beginning of the prediction, what follows there; then what follows the newest
+        tokens wherever they are in the prediction."""
         text, num_generated = group.prediction, seq.num_output_tokens
         if text is None:
             return NO_DRAFT
         newest = seq.history()[seq.num_prompt_tokens :]
-        if num_generated < self._config.min_match and (text[:num_generated] == newest).all():
+        if num_generated < len(text) and np.array_equal(text[:num_generated], newest):
             token_ids = text[num_generated : num_generated + most].tolist()
-            return Draft(tuple(token_ids), (0.8,) * len(token_ids))
+            return Draft(tuple(token_ids), (_PREDICTED_ODDS,) * len(token_ids))
         return look_up(text, newest, most, min_match=1, max_match=self._config.max_match)
 
     def finish(self, group: SequenceGroup, seq: Seq) -> None:

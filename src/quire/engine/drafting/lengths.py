@@ -32,3 +32,19 @@ def best_lengths(
     for _, index in worth[:best]:
         lengths[index] += 1
     return lengths
+
+
+def first_lengths(given: Sequence[int], most: int) -> list[int]:
+    """Of drafts of these lengths as many tokens as there are, at most `most` in all, the first sequences first."""
+    lengths = list[int]()
+    for length in given:
+        lengths.append(min(length, most))
+        most -= lengths[-1]
+    return lengths
+
+
+def least_odds(num_tokens: int, num_sequences: int, seconds: Callable[[int], float]) -> float:
+    """The probability that a draft must have at least to make the step's `num_tokens` tokens cheaper, alone or together
+    with one of each of `num_sequences`: a step that has one more row may be no longer, and the next one be."""
+    alone = seconds(0)
+    return max(0.0, min(num_tokens * (seconds(n) / alone - 1.0) / n for n in (1, num_sequences)))

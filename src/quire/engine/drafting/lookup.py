@@ -17,8 +17,10 @@ from quire.common.batch import TokenIds
 
 END = -1
 """Stands between the parts of a text that do not follow each other."""
+MOST_ENDS = 1024
+"""Occurrences of the newest token that are looked at, the latest ones: a text may repeat one token."""
 MOST_PLACES = 64
-"""Occurrences that are followed, the latest ones, so that the time is bounded for a text that repeats one token."""
+"""Occurrences of the newest `min_match` tokens that are followed, the latest ones."""
 
 
 class Draft(NamedTuple):
@@ -27,6 +29,10 @@ class Draft(NamedTuple):
     token_ids: tuple[int, ...] = ()
     odds: tuple[float, ...] = ()
     """Of each token, how probable it seems if those before it are right."""
+
+    def first(self, num_tokens: int) -> Draft:
+        """Its first tokens."""
+        return Draft(self.token_ids[:num_tokens], self.odds[:num_tokens])
 
     @property
     def expected_tokens(self) -> float:
@@ -49,12 +55,13 @@ def look_up(text: TokenIds, newest: TokenIds, num_tokens: int, *, min_match: int
     itself, and has END between parts that do not follow each other. The odds are the shares of the occurrences that
     went on this way, less for a short match.
     """
-    num_newest = len(newest)
-    if num_newest < min_match or len(text) < 2:
+    if len(newest) < min_match or len(text) < 2:
         return NO_DRAFT
-    ends = np.flatnonzero(text[:-1] == newest[-1])[-MOST_PLACES:]
+    ends = np.flatnonzero(text[:-1] == newest[-1])[-MOST_ENDS:]
     num_equal = 1
-    while num_equal < min(max_match, num_newest) and len(ends):
+    while num_equal < min(max_match, len(newest)) and len(ends):
+        if num_equal == min_match:
+            ends = ends[-MOST_PLACES:]
         longer = ends[ends >= num_equal]
         longer = longer[text[longer - num_equal] == newest[-1 - num_equal]]
         if not len(longer):
@@ -62,7 +69,7 @@ def look_up(text: TokenIds, newest: TokenIds, num_tokens: int, *, min_match: int
         ends, num_equal = longer, num_equal + 1
     if num_equal < min_match or not len(ends):
         return NO_DRAFT
-    return _follow(text, ends + 1, num_tokens, num_equal / (num_equal + 1.0))
+    return _follow(text, ends[-MOST_PLACES:] + 1, num_tokens, num_equal / (num_equal + 1.0))
 
 
 def _follow(text: TokenIds, places: npt.NDArray[np.intp], num_tokens: int, odds_of_match: float) -> Draft:

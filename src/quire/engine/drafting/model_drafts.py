@@ -73,7 +73,9 @@ class ModelDrafts:
         counts = range(1 + self._config.num_speculative_tokens)
         return [rows.shape(num_decodes * (1 + count)) + count * self._pass_time for count in counts]
 
-    def ahead(self, seq: Seq, reading: ModelReading, num_tokens: int, num_drafts: int, least_odds: float) -> Ahead | None:
+    def ahead(
+        self, seq: Seq, reading: ModelReading, num_tokens: int, num_drafts: int, least_odds: float
+    ) -> Ahead | None:
         """What it does with a sequence that runs `num_tokens` tokens. With a single one it waits until drafts are
         wanted, and then reads what it has missed."""
         start = seq.num_computed_tokens

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quire.common.batch import Draw, TokenIds, TokenLogprobs
     from quire.common.lora import KnownAdapter
     from quire.common.outputs import RequestMetrics, RequestOutput
-    from quire.engine.drafting.drafting import SequenceDrafts
+    from quire.engine.drafting.trust import SequenceDrafts
     from quire.engine.requests.beam_search import BeamSelector
     from quire.engine.requests.logprobs import PromptScores
     from quire.engine.requests.output import OutputBuilder, SampleOutput

@@ -135,7 +135,8 @@ class Scheduler:
         return StepPlan(budget, max(1, limit - num_decodes), num_seqs, scheduled, only=only, busy=self.requests.busy())
 
     def _add_drafts(self, plan: StepPlan) -> None:
-        """Have drafts verified with the tokens, rows and blocks that are left. Nothing is preempted for them."""
+        """Have drafts verified with the tokens, rows and blocks that are left. Nothing is preempted for them, and new
+        blocks are taken only if each other sequence can still have one more."""
         most = min(plan.token_budget, self.config.max_num_seqs - plan.num_seqs)
         if self.drafting is None or most <= 0:
             return
@@ -143,14 +144,17 @@ class Scheduler:
         if not decodes:
             return
         num_tokens = sum([num_tokens for _, _, num_tokens in plan.scheduled])
+        num_left = plan.num_seqs - 1 + self.blocks.watermark_blocks
         drafts = self.drafting.propose(decodes, num_tokens, most, self.step_time.predict)
         for (group, seq), token_ids in zip(decodes, drafts, strict=True):
             if not token_ids:
                 continue
             self.requests.planning_group = group
             start, end = seq.num_computed_tokens, len(seq.token_ids) + len(token_ids)
-            if self.blocks.can_append(seq.seq_id, start, end):
-                self.blocks.append(seq.seq_id, start, end)
+            has_room = self.blocks.has_room(seq.seq_id, end)
+            if has_room or self.blocks.can_append(seq.seq_id, start, end, num_left):
+                if not has_room:
+                    self.blocks.append(seq.seq_id, start, end)
                 plan.drafts[seq.seq_id] = token_ids
                 plan.token_budget -= len(token_ids)
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from quire.common.errors import OutOfMemoryError, QuireError
 from quire.common.log import logger
 from quire.config.args import EngineArgs
-from quire.config.machine import machine_memory
-from quire.config.sizes import format_bytes, parse_bytes
+from quire.config.machine import format_bytes, machine_memory, parse_bytes
 from quire.server.config import ServerArgs
 from quire.server.http.errors import ApiError, invalid
 from quire.server.models.entry import ModelEntry

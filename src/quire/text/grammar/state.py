@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -76,6 +77,11 @@ class GrammarState:
     def advance(self, token_id: int) -> bool:
         """Append a token. Returns False, after which the state is unusable, if the grammar forbids it or fails."""
         return token_id >= 0 and self._matcher.consume_token(token_id)
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens may follow one after another, up to the first that may not. A copy looks at
+        them: a grammar that fails at one of them may not have to."""
+        return self._matcher.deep_copy().validate_tokens(list(token_ids))
 
     def forced_tokens(self, *, always: bool = False) -> list[int]:
         """Return the tokens that must come next, as the tokenizer splits their text; empty if there is a choice.

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from quire.common.log import logger
-from quire.config.sizes import parse_bytes
+from quire.config.machine import parse_bytes
 from quire.server.api.chat.events import ChatEvent
 from quire.server.api.responses.protocol import Response, ResponseError, Status
 from quire.server.api.responses.store import ChainTooLongError, ResponseStore, ResponseTooLargeError, StoreError

@@ -1,6 +1,7 @@
-"""Download vLLM's source archive and keep its folder `examples`, which tests/clients/test_vllm_examples.py runs.
+"""Download vLLM's source archive and keep its folders `examples` and `vllm`, from which tests/clients run the examples
+and `vllm bench serve`.
 
-    python tools/fetch_vllm_examples.py FOLDER
+    python tools/fetch_vllm.py FOLDER
 
 `pip download` would run the archive's setup.py, which needs a compiler and CUDA's headers. So this script only asks pip
 where the archive is, by pip's own configuration (index, proxy, certificates), and checks its hash.
@@ -42,15 +43,16 @@ def download() -> bytes:
 
 
 def main(folder: Path) -> None:
-    """Replace the folder by the archive's examples."""
+    """Replace the folder by the archive's examples and Python sources."""
     root = ARCHIVE.removesuffix(".tar.gz")
     unpacked = folder.with_name(f"{folder.name}.new")
     shutil.rmtree(unpacked, ignore_errors=True)
     with tarfile.open(fileobj=io.BytesIO(download())) as archive:
-        members = [member for member in archive if member.name.startswith(f"{root}/examples/")]
+        kept = (f"{root}/examples/", f"{root}/vllm/")
+        members = [member for member in archive if member.name.startswith(kept)]
         archive.extractall(unpacked, members, filter="data")
     shutil.rmtree(folder, ignore_errors=True)
-    (unpacked / root / "examples").rename(folder)
+    (unpacked / root).rename(folder)
     shutil.rmtree(unpacked)
 
 

@@ -1,0 +1,194 @@
+"""Which drafts are verified, what is learned of them, and what a failure costs."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from quire.common.batch import Draw, DrawnRows
+from quire.config.speculative import SpeculativeConfig
+from quire.engine.drafting.drafting import Drafting
+from quire.engine.drafting.lookup import NO_DRAFT, Draft
+from quire.engine.requests.sequence import SequenceGroup
+from tests.engine.fake import FunctionDrafter, Harness, expected_output
+
+
+class Scripted:
+    """Proposes the same draft again and again."""
+
+    def __init__(self, name: str, draft: Draft) -> None:
+        self.name, self.draft, self.num_calls = name, draft, 0
+
+    def propose(self, group, seq, most: int) -> Draft:
+        self.num_calls += 1
+        return self.draft.first(most)
+
+    def finish(self, group, seq) -> None:
+        raise RuntimeError("planted")
+
+
+def drafting_of(*drafters, **fields: object) -> Drafting:
+    return Drafting(drafters, SpeculativeConfig(**fields), 100)
+
+
+def request() -> SequenceGroup:
+    return Harness(num_blocks=40).add([1, 2, 3], 50)
+
+
+def propose(drafting: Drafting, *groups: SequenceGroup, most: int = 99, num_tokens: int | None = None):
+    pairs = [(group, group.seqs[0]) for group in groups]
+    return drafting.propose(pairs, num_tokens or len(groups), most, lambda n: 0.0)
+
+
+def test_of_several_drafts_the_one_that_promises_most_is_verified() -> None:
+    low, high = Scripted("low", Draft((1, 2, 3), (0.3,) * 3)), Scripted("high", Draft((4, 5), (0.9, 0.9)))
+    drafting, group = drafting_of(low, high), request()
+    assert propose(drafting, group) == [(4, 5)]
+    num_wrong = 0
+    while propose(drafting, group)[0][0] == 4:
+        drafting.observe(group.seqs[0], 2, 0)
+        group.seqs[0].drafting.pause = 0
+        num_wrong += 1
+    assert 1 < num_wrong < 6, "then the other one is not as reliable as it says"
+    counts = drafting.stats["high"]
+    assert (counts.num_drafts, counts.num_tokens, counts.num_accepted) == (num_wrong, 2 * num_wrong, 0)
+    drafting.observe(group.seqs[0], 3, 2)
+    assert drafting.stats["low"].num_accepted_at[:3] == [1, 1, 0]
+    assert drafting.stats["high"].copy() == counts
+
+
+def test_what_was_learned_of_one_request_is_expected_of_the_next_and_forgotten_in_time() -> None:
+    drafter = Scripted("a", Draft((1,) * 8, (0.9,) * 8))
+    drafting = drafting_of(drafter)
+    for _ in range(100):
+        group = request()
+        propose(drafting, group)
+        if group.seqs[0].drafting.odds:
+            drafting.observe(group.seqs[0], 8, 0)
+    assert propose(drafting, request()) == [()]
+    for _ in range(4000):
+        (token_ids,) = propose(drafting, request())
+        if token_ids:
+            break
+    assert token_ids, "it is tried again"
+
+
+def test_wrong_drafts_make_a_sequence_pause_longer_and_a_right_one_ends_that() -> None:
+    drafter = Scripted("a", Draft((1,), (1.0,)))
+    drafting, group = drafting_of(drafter), request()
+    pauses = []
+    for _ in range(7):
+        propose(drafting, group)
+        drafting.observe(group.seqs[0], 1, 0)
+        pauses.append(group.seqs[0].drafting.pause)
+        group.seqs[0].drafting.pause = 0
+    assert pauses == [0, 1, 3, 7, 15, 16, 16]
+    drafting.observe(group.seqs[0], 1, 1)
+    drafting.observe(group.seqs[0], 1, 0)
+    assert group.seqs[0].drafting.pause == 0
+
+
+def test_searches_that_find_nothing_become_rare() -> None:
+    drafter = Scripted("a", NO_DRAFT)
+    drafting, group = drafting_of(drafter), request()
+    for _ in range(50):
+        assert propose(drafting, group) == [()]
+    assert drafter.num_calls == 12
+
+
+def test_without_adaptation_every_draft_is_verified_in_every_step() -> None:
+    drafter = Scripted("a", Draft((1, 2, 3), (0.01,) * 3))
+    drafting, groups = drafting_of(drafter, is_adaptive=False, num_speculative_tokens=2), [request(), request()]
+    for _ in range(20):
+        assert propose(drafting, *groups) == [(1, 2), (1, 2)]
+        drafting.observe(groups[0].seqs[0], 2, 0)
+    assert propose(drafting, *groups, most=3) == [(1, 2), (1,)]
+
+
+def test_a_step_with_prompts_is_timed_as_such() -> None:
+    drafting, group = drafting_of(Scripted("a", Draft((1,), (0.5,)))), request()
+    assert propose(drafting, group, num_tokens=9) == [()], "before the first step nothing is known"
+    pairs = [(group, group.seqs[0])]
+    assert drafting.propose(pairs, 9, 9, lambda n: 1.0 + n) == [(1,)]
+    group.seqs[0].drafting = None
+    assert drafting.propose(pairs, 9, 9, lambda n: 1.0 if n == 9 else 2.0) == [()]
+
+
+def batch_of(*sequences: tuple[int, int]):
+    """Sequences of these numbers of tokens and drawn rows."""
+    made = [
+        SimpleNamespace(token_ids=(0,) * tokens, drawn=DrawnRows((Draw(0.0, 0, 1.0, b""),), 1, rows) if rows else None)
+        for tokens, rows in sequences
+    ]
+    return SimpleNamespace(sequences=made, num_tokens=sum(tokens for tokens, _ in sequences))
+
+
+def test_rows_are_timed_by_steps_of_decodes_after_the_first_of_each_shape() -> None:
+    drafting = drafting_of()
+    prior = drafting.row_times.shape(4)
+    for shape in ([(2, 2), (2, 2)], [(4, 1)], [(4, 0)], [(1, 1), (3, 2)]):
+        drafting.observe_step(batch_of(*shape), 1.0)
+    drafting.observe_step(batch_of((5, 1)), 1.0)
+    assert drafting.row_times.shape(4) == prior
+    drafting.observe_step(batch_of((1, 1)), 1.0)
+    drafting.observe_step(batch_of((1, 1)), 1.0)
+    drafting.observe_step(batch_of((2, 2), (2, 2)), 3.0)
+    assert drafting.row_times.shape(4) / drafting.row_times.shape(1) == pytest.approx(3.0)
+
+
+def test_shapes_that_were_seen_are_a_bounded_number(monkeypatch) -> None:
+    monkeypatch.setattr("quire.engine.drafting.drafting._MOST_SHAPES", 3)
+    drafting = drafting_of()
+    for rows in range(1, 20):
+        drafting.observe_step(batch_of((rows, rows)), 1.0)
+        assert len(drafting._seen_shapes) <= 3
+
+
+# Failures
+
+
+def failing(group, seq):
+    raise RuntimeError("planted")
+
+
+def test_a_drafter_that_raises_loses_its_drafts_and_is_logged_once(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    bad = FunctionDrafter(failing)
+    drafting, group = drafting_of(bad, Scripted("good", Draft((1,), (0.9,))), is_adaptive=False), request()
+    for _ in range(3):
+        assert propose(drafting, group) == [(1,)]
+    assert drafting.num_errors == {"function": 3}
+    drafting.finish(group, group.seqs[0])
+    assert drafting.num_errors == {"function": 3, "good": 1}
+    assert [r.getMessage() for r in caplog.records] == [
+        "drafting failed (function): drafts are lost, and no token",
+        "drafting failed (good): drafts are lost, and no token",
+    ]
+
+
+def test_a_drafter_that_raises_changes_no_output() -> None:
+    harness = Harness(num_blocks=20, draft=failing)
+    groups = [harness.add([token_id] * 6, 12) for token_id in (1, 2)]
+    harness.run()
+    for group in groups:
+        assert harness.output(group) == expected_output(group.outputs.prompt_token_ids, 12)
+        assert group.error is None
+
+
+@pytest.mark.parametrize("place", ["_choose", "stats"])
+def test_a_fault_in_what_chooses_drafts_changes_no_output(place: str) -> None:
+    harness = Harness(num_blocks=20, draft=lambda group, seq: [1, 2])
+    drafting = harness.scheduler.drafting
+    setattr(drafting, place, None)
+    group = harness.add([1] * 6, 12)
+    harness.run()
+    harness.check_output(group)
+    assert drafting.num_errors[""] > 0
+
+
+def test_an_interrupt_is_not_contained() -> None:
+    def interrupted(group, seq):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        propose(drafting_of(FunctionDrafter(interrupted)), request())

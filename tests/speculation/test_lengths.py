@@ -1,0 +1,108 @@
+"""How many drafts a step verifies, and what rows cost."""
+
+import itertools
+
+import pytest
+
+from quire.engine.drafting.lengths import best_lengths, first_lengths, least_odds
+from quire.engine.drafting.row_times import RowTimes
+
+
+def test_drafts_that_cost_nothing_are_all_verified() -> None:
+    assert best_lengths([[0.5, 0.5], [0.1]], 2.0, lambda n: 1.0, 8) == [2, 1]
+    assert best_lengths([[0.5, 0.5], [0.1]], 2.0, lambda n: 1.0, 2) == [2, 0], "the most probable first"
+    assert best_lengths([], 2.0, lambda n: 1.0, 8) == []
+
+
+def test_drafts_are_verified_while_they_make_tokens_cheaper() -> None:
+    def seconds(n: int) -> float:
+        return 1.0 + 0.3 * n
+
+    assert best_lengths([[0.9] * 8], 1.0, seconds, 8) == [5]
+    assert best_lengths([[0.25] * 8], 1.0, seconds, 8) == [0]
+    assert best_lengths([[0.25] * 8, [0.9]], 2.0, seconds, 8) == [0, 1]
+
+
+def test_the_number_with_the_best_rate_is_found_where_time_grows_by_steps() -> None:
+    def seconds(n: int) -> float:
+        return 1.0 if n < 1 else 1.9 if n < 8 else 2.5
+
+    assert best_lengths([[0.95] * 7], 1.0, seconds, 8) == [7]
+    rows = [[0.6], [0.5, 0.9], [0.3]]
+    chosen = best_lengths(rows, 3.0, lambda n: 1.0 + 0.15 * n, 8)
+
+    def rate(lengths: tuple[int, ...]) -> float:
+        expected = 3.0
+        for odds, length in zip(rows, lengths, strict=True):
+            for place in range(length):
+                product = 1.0
+                for factor in odds[: place + 1]:
+                    product *= factor
+                expected += product
+        return expected / (1.0 + 0.15 * sum(lengths))
+
+    assert rate(tuple(chosen)) == max(map(rate, itertools.product((0, 1), (0, 1, 2), (0, 1))))
+
+
+def test_a_fixed_number_is_cut_where_rows_end() -> None:
+    assert first_lengths([3, 0, 4, 2], 5) == [3, 0, 2, 0]
+
+
+def test_the_least_odds_are_what_a_row_costs() -> None:
+    assert least_odds(1, 1, lambda n: 1.0 + 0.1 * n) == pytest.approx(0.1)
+    assert least_odds(8, 8, lambda n: 8.0 + n) == pytest.approx(1.0)
+    assert least_odds(8, 8, lambda n: 1.0 if n != 1 else 1.5) == 0.0, "eight rows cost nothing"
+    assert least_odds(2, 2, lambda n: 1.0 - 0.01 * n) == 0.0
+
+
+def test_nothing_is_known_at_first_but_that_rows_cost_little() -> None:
+    times = RowTimes()
+    assert 1.0 < times.shape(9) / times.shape(1) < 2.0
+
+
+def learned(seconds, steps: list[int]) -> RowTimes:
+    times = RowTimes()
+    for rows in steps:
+        times.observe(rows, seconds(rows))
+    return times
+
+
+def test_times_of_rows_are_learned_with_their_steps() -> None:
+    def seconds(rows: int) -> float:
+        return 0.02 if rows <= 4 else 0.03 if rows <= 8 else 0.003 * rows
+
+    times = learned(seconds, [1, 2, 4, 5, 8, 16, 32] * 40)
+    for rows in (2, 4, 5, 8, 16, 32):
+        assert times.shape(rows) / times.shape(1) == pytest.approx(seconds(rows) / seconds(1), rel=0.02)
+    assert times.shape(24) / times.shape(1) == pytest.approx(72 / 20, rel=0.02), "between its neighbours"
+    assert times.shape(64) > times.shape(32)
+    assert times.shape(3) / times.shape(1) == pytest.approx(1, rel=0.02)
+
+
+def test_the_pace_of_the_machine_changes_no_ratio() -> None:
+    times = learned(lambda rows: 0.01 + 0.001 * rows, [1, 8] * 40)
+    before = times.shape(8) / times.shape(1)
+    for rows in [1] * 30 + [1, 8] * 10:
+        times.observe(rows, 3 * (0.01 + 0.001 * rows))
+    assert times.shape(8) / times.shape(1) == pytest.approx(before, rel=0.15)
+
+
+def test_a_step_that_was_interrupted_counts_little() -> None:
+    times = learned(lambda rows: 0.01, [1, 4] * 40)
+    times.observe(4, 10.0)
+    assert times.shape(4) / times.shape(1) < 1.35
+
+
+def test_numbers_of_rows_that_do_not_come_again_are_forgotten() -> None:
+    times = learned(lambda rows: 0.01 if rows == 1 else 0.09, [1, 6])
+    assert times.shape(6) / times.shape(1) > 2
+    for _ in range(1100):
+        times.observe(1, 0.01)
+    assert times.shape(6) / times.shape(1) < 1.5
+
+
+@pytest.mark.parametrize(("rows", "seconds"), [(0, 1.0), (1025, 1.0), (4, 0.0), (4, -1.0)])
+def test_what_says_nothing_is_not_learned(rows: int, seconds: float) -> None:
+    times = RowTimes()
+    times.observe(rows, seconds)
+    assert times.shape(4) == RowTimes().shape(4)
