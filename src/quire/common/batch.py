@@ -172,6 +172,9 @@ class Drafted(NamedTuple):
     """How probable each seemed to it if those before are right."""
 
 
+NOTHING_DRAFTED = Drafted()
+
+
 class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     """One sequence's share of a step: the tokens to run, and which of their rows are wanted for what.
 

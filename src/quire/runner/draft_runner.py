@@ -62,9 +62,9 @@ class DraftRunner:
     """Owns the draft model and its layers' caches, which lie in the blocks of the model's: what the batches say of
     blocks and tables holds for both. After a step it keeps nothing of it.
 
-    A draft is the token that seems likeliest to it after the request's penalties and bans, also where the model draws at
-    random: that is right more often than a token drawn with the same random number (ADR 0057). It knows no grammars and
-    no adapters.
+    A draft is the token that seems likeliest to it after the request's penalties and bans, also where the model draws
+    at random: that is right more often than a token drawn with the same random number (ADR 0057). It knows no grammars
+    and no adapters.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class DraftRunner:
         return readings
 
     def _to_read(self, s: ScheduledSequence, ahead: Ahead, drawn_ids: tuple[int, ...]) -> ScheduledSequence:
-        """The tokens that it has missed, those that the step accepts, and where it drafts, the one drawn behind them."""
+        """The tokens that it has missed, those that the step accepts, and if it drafts, the one drawn behind them."""
         token_ids, drawn = ahead.unread + s.token_ids, None
         if s.drawn is not None and ahead.num_drafts:
             (draw,), history = s.drawn.draws, s.drawn.history
@@ -167,7 +167,7 @@ def _longer(history: TokenIds, token_id: int) -> TokenIds:
 
 @lru_cache(maxsize=1024)
 def _as_draft(draw: Draw, reduces: bool) -> Draw:
-    """The draw of the likeliest token, with its probability, and with `reduces` without the tokens that a smaller vocabulary may
-    not have."""
+    """The draw of the likeliest token, with its probability; if it `reduces`, without the tokens that a smaller
+    vocabulary may not have."""
     changed = replace(draw, temperature=0.0, logprobs=0, logprobs_mode="raw_logprobs", processors=())
     return replace(changed, allowed_token_ids=None, logit_bias=()) if reduces else changed

@@ -17,7 +17,7 @@ from quire.engine.drafting.drafters import Drafter, make_drafters
 from quire.engine.drafting.forced import ForcedTokens
 from quire.engine.drafting.lengths import best_lengths, first_lengths, least_odds
 from quire.engine.drafting.lookup import NO_DRAFT, Draft
-from quire.engine.drafting.model_drafts import ModelDrafts, best_count
+from quire.engine.drafting.model_drafts import ModelDrafts, best_rate
 from quire.engine.drafting.row_times import RowTimes
 from quire.engine.drafting.trust import SequenceDrafts, Trust
 from quire.engine.requests.sequence import Sequence as Seq
@@ -81,21 +81,22 @@ class Drafting:
             else:
                 known.wait(_LONGEST_PAUSE)
 
-    def ahead(self, scheduled: Sequence[tuple[SequenceGroup, Seq, int, bool]]) -> dict[int, Ahead]:
-        """By sequence id, what the draft model does with those that run this number of tokens, and perhaps take drafts
-        in the next step."""
+    def ahead(self, scheduled: Sequence[tuple[SequenceGroup, Seq, int, int, bool]]) -> dict[int, Ahead]:
+        """By sequence id, what the draft model does with those that run so many tokens and drafts, and perhaps take
+        drafts in the next step."""
         planned, model, config = dict[int, Ahead](), self.model, self._config
         with self._contained(ModelDrafts.name):
             if model is None:
                 return planned
-            times = model.times(sum([takes for _, _, _, takes in scheduled]), self.row_times)
-            least = max(0.0, times[1] / times[0] - 1.0) if config.is_adaptive else 0.0
-            for group, seq, num_tokens, takes in scheduled:
-                known, count = self._known(seq), config.num_speculative_tokens if takes else 0
+            times = model.times(sum([takes for *_, takes in scheduled]), self.row_times)
+            for group, seq, num_tokens, num_drafts, takes in scheduled:
+                known, count, least = self._known(seq), config.num_speculative_tokens if takes else 0, 0.0
                 if count and config.is_adaptive:
                     factor = known.trust[model.name].factor(self._trust[model.name].factor(1.0))
-                    count *= best_count(factor * known.reading.mean_odds, times) > 0  # it stops by itself
-                count = max(0, min(count, self._num_left(group, seq) - 2))
+                    rate, best = best_rate(factor * known.reading.mean_odds, times)
+                    count *= best > 0
+                    least = max(0.0, rate * (times[1] - times[0]))  # below these odds a draft is not worth its time
+                count = max(0, min(count, self._num_left(group, seq) - num_drafts - 2))
                 if (ahead := model.ahead(seq, known.reading, num_tokens, count, least)) is not None:
                     planned[seq.seq_id] = ahead
         return planned

@@ -91,7 +91,7 @@ class ForcedTokens:
         for place, names in enumerate(walk.places):
             at = walk.num_tokens + place
             if at >= len(token_ids) or token_ids[walk.num_tokens : at] != walk.token_ids[:place]:
-                return
+                break
             for name in names:
                 self._drawn.setdefault(name, deque(maxlen=_REMEMBERED)).append(token_ids[at])
                 self._drawn.move_to_end(name)

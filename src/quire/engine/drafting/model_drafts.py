@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from itertools import accumulate, repeat
 from operator import mul
 
-from quire.common.batch import Ahead, Batch, Drafted
+from quire.common.batch import NOTHING_DRAFTED, Ahead, Batch, Drafted
+from quire.common.errors import ConfigError
+from quire.config.model import ModelConfig
 from quire.config.speculative import SpeculativeConfig
 from quire.engine.drafting.lookup import NO_DRAFT, Draft
 from quire.engine.drafting.row_times import RowTimes
 from quire.engine.requests.sequence import Sequence as Seq
 from quire.engine.requests.sequence import SequenceGroup
+from quire.text.tokenizer.tokenizer import Tokenizer
 
 _MOST_UNREAD = 64
 """A sequence that went on for more tokens than these without drafts gets no more of them."""
@@ -26,7 +29,7 @@ class ModelReading:
     """How many tokens it has read; None before the sequence's first step, when it has read what is cached."""
     num_tokens: int = 0
     """Those of the sequence when it drafted."""
-    drafted: Drafted = Drafted()
+    drafted: Drafted = NOTHING_DRAFTED
     mean_odds: float = 0.8
     """Of its latest drafts."""
 
@@ -85,8 +88,18 @@ class ModelDrafts:
         return Ahead(num_drafts, tuple(seq.token_ids[read:start]), least_odds)
 
 
-def best_count(odds: float, times: list[float]) -> int:
-    """The number of drafts with which the most tokens a second are expected, where each is right with these odds."""
+def check_same_tokens(draft: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError unless the draft model's tokenizer has the same tokens under the same ids."""
+    if Tokenizer.from_path(draft.tokenizer_path).vocabulary != tokenizer.vocabulary:
+        raise ConfigError(
+            f"speculative_config: the draft model {draft.model} has other tokens than the model; choose one that was "
+            "trained with the same tokenizer"
+        )
+
+
+def best_rate(odds: float, times: list[float]) -> tuple[float, int]:
+    """The most tokens that are expected in a unit of time, where each draft is right with these odds, and the number of
+    drafts that gives so many."""
     worth = accumulate(repeat(odds, len(times) - 1), mul, initial=1.0)
     rates = [tokens / time for tokens, time in zip(accumulate(worth), times, strict=True)]
-    return max(range(len(rates)), key=rates.__getitem__)
+    return max(zip(rates, range(len(rates)), strict=True), key=lambda found: found[0])

@@ -162,13 +162,16 @@ class Scheduler:
         """By sequence id, what a draft model does, with blocks for its drafts from those that are left."""
         if self.drafting is None or self.drafting.model is None:
             return {}
-        wanted = [(group, seq, n, _takes_drafts(group, seq, n)) for group, seq, n in plan.scheduled]
+        wanted = [
+            (group, seq, num_tokens, len(plan.drafts.get(seq.seq_id, ())), _takes_drafts(group, seq, num_tokens))
+            for group, seq, num_tokens in plan.scheduled
+        ]
         planned = self.drafting.ahead(wanted)
-        for group, seq, num_tokens, _ in wanted:
+        for group, seq, num_tokens, num_drafts, _ in wanted:
             ahead, start = planned.get(seq.seq_id), seq.num_computed_tokens
             if ahead is not None and ahead.num_drafts:
                 self.requests.planning_group = group
-                end = start + num_tokens + len(plan.drafts.get(seq.seq_id, ())) + ahead.num_drafts
+                end = start + num_tokens + num_drafts + ahead.num_drafts
                 if self.blocks.can_append(seq.seq_id, start, end):
                     self.blocks.append(seq.seq_id, start, end)
                 else:
