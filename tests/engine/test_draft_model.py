@@ -1,7 +1,6 @@
 """Another model drafts, with keys and values in the same blocks: outputs stay the same, whatever happens to blocks."""
 
 import random
-from collections.abc import Iterator
 
 import pytest
 
@@ -71,8 +70,8 @@ class Same:
 
 
 @pytest.fixture(scope="module")
-def same() -> Iterator[Same]:
-    yield Same(swap_space=0.01)
+def same() -> Same:
+    return Same(swap_space=0.01)
 
 
 def numbers(seed: int, length: int) -> list[int]:

@@ -144,17 +144,12 @@ class Scheduler:
         if not decodes:
             return
         num_tokens = sum([num_tokens for _, _, num_tokens in plan.scheduled])
-        num_left = plan.num_seqs - 1 + self.blocks.watermark_blocks
         drafts = self.drafting.propose(decodes, num_tokens, most, self.step_time.predict)
         for (group, seq), token_ids in zip(decodes, drafts, strict=True):
             if not token_ids:
                 continue
             self.requests.planning_group = group
-            start, end = seq.num_computed_tokens, len(seq.token_ids) + len(token_ids)
-            has_room = self.blocks.has_room(seq.seq_id, end)
-            if has_room or self.blocks.can_append(seq.seq_id, start, end, num_left):
-                if not has_room:
-                    self.blocks.append(seq.seq_id, start, end)
+            if self._make_slots(plan, seq, len(seq.token_ids) + len(token_ids)):
                 plan.drafts[seq.seq_id] = token_ids
                 plan.token_budget -= len(token_ids)
 
@@ -171,12 +166,20 @@ class Scheduler:
             ahead, start = planned.get(seq.seq_id), seq.num_computed_tokens
             if ahead is not None and ahead.num_drafts:
                 self.requests.planning_group = group
-                end = start + num_tokens + num_drafts + ahead.num_drafts
-                if self.blocks.can_append(seq.seq_id, start, end):
-                    self.blocks.append(seq.seq_id, start, end)
-                else:
-                    del planned[seq.seq_id]
+                if not self._make_slots(plan, seq, start + num_tokens + num_drafts + ahead.num_drafts):
+                    planned[seq.seq_id] = Ahead(unread=ahead.unread)
         return planned
+
+    def _make_slots(self, plan: StepPlan, seq: Sequence, end: int) -> bool:
+        """Give a sequence slots for `end` tokens if every other one can still have a block more. Returns whether it has
+        them."""
+        if self.blocks.has_room(seq.seq_id, end):
+            return True
+        num_left = plan.num_seqs - 1 + self.blocks.watermark_blocks
+        has_room = self.blocks.can_append(seq.seq_id, seq.num_computed_tokens, end, num_left)
+        if has_room:
+            self.blocks.append(seq.seq_id, seq.num_computed_tokens, end)
+        return has_room
 
     # Running requests
 
