@@ -71,5 +71,6 @@ def rows(model: str, draft: str, precision: str, num_rounds: int) -> Iterator[di
 
 
 if __name__ == "__main__":
-    for row in rows(*sys.argv[1:4], int(sys.argv[4])):
+    given_model, given_draft, given_precision, given_rounds = sys.argv[1:]
+    for row in rows(given_model, given_draft, given_precision, int(given_rounds)):
         print(json.dumps(row), flush=True)
