@@ -5,6 +5,7 @@ import random
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.common.batch import Ahead, Batch, Drafted, ScheduledSequence, StepResult, decode, encode
 from quire.common.errors import ConfigError
 from quire.common.faults import Fault, inject
 from quire.config.kv_cache import FullAttentionSpec, KVCacheGroup, LatentSpec, NoCacheSpec, SlidingWindowSpec
@@ -193,6 +194,13 @@ def test_the_plan_counts_the_draft_model(same):
     assert plan.activation_bytes == 2 * alone.activation_bytes
     assert plan.kv_cache.block_bytes == 2 * alone.kv_cache.block_bytes
     assert "by quire-tiny" in str(plan)
+
+
+def test_what_goes_to_a_draft_model_and_comes_from_it_can_be_sent():
+    scheduled = ScheduledSequence(1, (5, 6), 3, (), ahead=Ahead(3, (7, 8), 0.25))
+    assert decode(encode(Batch(1, (scheduled,))), Batch).sequences[0].ahead == scheduled.ahead
+    result = StepResult((4,), drafted={0: Drafted((9, 9), (0.5, 0.25))}, drafting_s=0.125)
+    assert decode(encode(result), StepResult) == result
 
 
 # What is refused
