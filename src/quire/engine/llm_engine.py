@@ -18,7 +18,6 @@ from quire.common.params import BeamSearchParams, PoolingParams, SamplingParams
 from quire.config.args import EngineArgs
 from quire.engine.adapters import AdapterTable, AnyAdapter
 from quire.engine.drafting.drafting import make_drafting
-from quire.engine.drafting.model_drafts import check_same_tokens
 from quire.engine.metrics import EngineMetrics, Metric
 from quire.engine.process.messages import Progress
 from quire.engine.requests.grammar_queue import GrammarQueue
@@ -86,8 +85,6 @@ class LLMEngine:
         plan = plan_memory(args)
         logger.info("%s", plan)
         tokenizer = Tokenizer.from_path(plan.config.model.tokenizer_path)
-        if plan.config.draft is not None:
-            check_same_tokens(plan.config.draft, tokenizer)
         engine = cls(plan, make_executor(plan.config, plan.kv_cache), tokenizer)
         for request in args.lora_requests():
             engine.adapters.add(request)

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from quire.common.errors import OutOfMemoryError
+from quire.common.errors import ConfigError, OutOfMemoryError
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.cache import CacheConfig
 from quire.config.checkpoint.safetensors import SINGLE_FILE
@@ -20,6 +20,7 @@ from quire.models.base import Model
 from quire.models.registry import class_of
 from quire.models.weights.usage import WeightUse, weight_use
 from quire.runner.sampling.sampler import MAX_LOGITS_ROWS
+from quire.text.tokenizer.tokenizer import Tokenizer
 
 DEFAULT_KV_CACHE_LIMIT = 4 * 1024**3
 """taken at most when the user names no size: memory people expect to have left for other programs"""
@@ -171,6 +172,7 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     Raises ConfigError, CheckpointError, or OutOfMemoryError where no block, or not the max_model_len asked for, fits.
     """
     config = args.resolve()
+    _check_same_tokens(config)
     weights = _weight_use(config)
     try:
         return _share_out(args, config, weights)
@@ -185,6 +187,19 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
             ) from None
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights_from_file="always"))
         return _share_out(args, config, _weight_use(config))
+
+
+def _check_same_tokens(config: EngineConfig) -> None:
+    """Raises ConfigError unless the draft model, if there is one, has the model's tokens under the same ids."""
+    draft, path = config.draft, config.model.tokenizer_path
+    if (
+        draft is not None
+        and Tokenizer.from_path(draft.tokenizer_path).vocabulary != Tokenizer.from_path(path).vocabulary
+    ):
+        raise ConfigError(
+            f"speculative_config: the draft model {draft.model} has other tokens than the model; choose one that was "
+            "trained with the same tokenizer"
+        )
 
 
 def _weight_use(config: EngineConfig) -> WeightUse:

@@ -7,14 +7,11 @@ from itertools import accumulate, repeat
 from operator import mul
 
 from quire.common.batch import NOTHING_DRAFTED, Ahead, Batch, Drafted
-from quire.common.errors import ConfigError
-from quire.config.model import ModelConfig
 from quire.config.speculative import SpeculativeConfig
 from quire.engine.drafting.lookup import NO_DRAFT, Draft
 from quire.engine.drafting.row_times import RowTimes
 from quire.engine.requests.sequence import Sequence as Seq
 from quire.engine.requests.sequence import SequenceGroup
-from quire.text.tokenizer.tokenizer import Tokenizer
 
 _MOST_UNREAD = 64
 """A sequence that went on for more tokens than these without drafts gets no more of them."""
@@ -86,15 +83,6 @@ class ModelDrafts:
         if (num_drafts == 0 and num_tokens == 1) or start - read > _MOST_UNREAD:
             return None
         return Ahead(num_drafts, tuple(seq.token_ids[read:start]), least_odds)
-
-
-def check_same_tokens(draft: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError unless the draft model's tokenizer has the same tokens under the same ids."""
-    if Tokenizer.from_path(draft.tokenizer_path).vocabulary != tokenizer.vocabulary:
-        raise ConfigError(
-            f"speculative_config: the draft model {draft.model} has other tokens than the model; choose one that was "
-            "trained with the same tokenizer"
-        )
 
 
 def best_rate(odds: float, times: list[float]) -> tuple[float, int]:

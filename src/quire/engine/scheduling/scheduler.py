@@ -9,12 +9,13 @@ be verified come last of all, from what nothing else needs.
 import time
 from collections.abc import Callable, Set
 
-from quire.common.batch import Ahead, Batch
+from quire.common.batch import Batch
 from quire.common.errors import CheckpointError
 from quire.common.log import logger
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.drafting.drafting import Drafting
 from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
+from quire.engine.scheduling.draft_slots import look_ahead, make_slots, takes_drafts
 from quire.engine.scheduling.loaded_adapters import LoadedAdapters
 from quire.engine.scheduling.policy import make_policy
 from quire.engine.scheduling.preemption import Preemptor
@@ -95,7 +96,7 @@ class Scheduler:
         if not plan.preempted:
             self._start_queued(plan)
         self._add_drafts(plan)
-        ahead = self._look_ahead(plan)
+        ahead = {} if self.drafting is None else look_ahead(plan, self.drafting, self.blocks)
         sequences, drafts, block_tables = [], plan.drafts, self.blocks.block_tables
         for group, seq, num_tokens in plan.scheduled:
             requests.planning_group = group
@@ -140,7 +141,7 @@ class Scheduler:
         most = min(plan.token_budget, self.config.max_num_seqs - plan.num_seqs)
         if self.drafting is None or most <= 0:
             return
-        decodes = [(group, seq) for group, seq, num_tokens in plan.scheduled if _takes_drafts(group, seq, num_tokens)]
+        decodes = [(group, seq) for group, seq, num_tokens in plan.scheduled if takes_drafts(group, seq, num_tokens)]
         if not decodes:
             return
         num_tokens = sum([num_tokens for _, _, num_tokens in plan.scheduled])
@@ -149,37 +150,9 @@ class Scheduler:
             if not token_ids:
                 continue
             self.requests.planning_group = group
-            if self._make_slots(plan, seq, len(seq.token_ids) + len(token_ids)):
+            if make_slots(plan, self.blocks, seq, len(seq.token_ids) + len(token_ids)):
                 plan.drafts[seq.seq_id] = token_ids
                 plan.token_budget -= len(token_ids)
-
-    def _look_ahead(self, plan: StepPlan) -> dict[int, Ahead]:
-        """By sequence id, what a draft model does, with blocks for its drafts from those that are left."""
-        if self.drafting is None or self.drafting.model is None:
-            return {}
-        wanted = [
-            (group, seq, num_tokens, len(plan.drafts.get(seq.seq_id, ())), _takes_drafts(group, seq, num_tokens))
-            for group, seq, num_tokens in plan.scheduled
-        ]
-        planned = self.drafting.ahead(wanted)
-        for group, seq, num_tokens, num_drafts, _ in wanted:
-            ahead, start = planned.get(seq.seq_id), seq.num_computed_tokens
-            if ahead is not None and ahead.num_drafts:
-                self.requests.planning_group = group
-                if not self._make_slots(plan, seq, start + num_tokens + num_drafts + ahead.num_drafts):
-                    planned[seq.seq_id] = Ahead(unread=ahead.unread)
-        return planned
-
-    def _make_slots(self, plan: StepPlan, seq: Sequence, end: int) -> bool:
-        """Give a sequence slots for `end` tokens if every other one can still have a block more. Returns whether it has
-        them."""
-        if self.blocks.has_room(seq.seq_id, end):
-            return True
-        num_left = plan.num_seqs - 1 + self.blocks.watermark_blocks
-        has_room = self.blocks.can_append(seq.seq_id, seq.num_computed_tokens, end, num_left)
-        if has_room:
-            self.blocks.append(seq.seq_id, seq.num_computed_tokens, end)
-        return has_room
 
     # Running requests
 
@@ -390,14 +363,3 @@ class Scheduler:
         plan.num_seqs += group.num_wanted_seqs
         requests.start(group)
         return True
-
-
-def _takes_drafts(group: SequenceGroup, seq: Sequence, num_tokens: int) -> bool:
-    """Whether drafts may follow the tokens that the sequence runs: if it then draws a single token, and neither beams
-    nor a caller's own function choose it."""
-    return (
-        seq.num_computed_tokens + num_tokens == len(seq.token_ids)
-        and len(seq.draws) == 1
-        and group.search is None
-        and not group.processors
-    )
