@@ -44,15 +44,15 @@ def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], preemp
     [{}, {"swap_space": 0.01, "preemption_mode": "swap"}, {"quantization": "int8", "kv_cache_dtype": "int8"}],
     ids=["bfloat16", "swapped", "int8"],
 )
-def test_mixed_requests_get_what_they_get_without_a_draft_model(arguments):
+def test_requests_of_every_kind_get_what_they_get_without_a_draft_model(arguments):
     rng = random.Random(4)
     shared = [rng.randrange(3, VOCAB) for _ in range(40)]
-    prompts = [any_prompt(rng, shared) for _ in range(60)]
+    prompts = [any_prompt(rng, shared) for _ in range(40)]
     params = [any_params(rng) for _ in prompts]
     expected = run(make(None, **arguments), prompts, params)
     llm = make("quire-draft", **arguments)
     assert [told(output) for output in run(llm, prompts, params, preempts=True)] == [told(one) for one in expected]
-    assert llm.engine.scheduler.drafting.stats["model"].num_tokens > 50
+    assert llm.engine.scheduler.drafting.stats["model"].num_tokens > 30
 
 
 class Same:

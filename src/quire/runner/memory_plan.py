@@ -191,11 +191,10 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
 
 def _check_same_tokens(config: EngineConfig) -> None:
     """Raises ConfigError unless the draft model, if there is one, has the model's tokens under the same ids."""
-    draft, path = config.draft, config.model.tokenizer_path
-    if (
-        draft is not None
-        and Tokenizer.from_path(draft.tokenizer_path).vocabulary != Tokenizer.from_path(path).vocabulary
-    ):
+    if (draft := config.draft) is None:
+        return
+    theirs, ours = (Tokenizer.from_path(model.tokenizer_path).vocabulary for model in (draft, config.model))
+    if theirs != ours:
         raise ConfigError(
             f"speculative_config: the draft model {draft.model} has other tokens than the model; choose one that was "
             "trained with the same tokenizer"
