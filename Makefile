@@ -32,7 +32,7 @@ DEPENDENCIES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb")
 COMPILE = $(BIN)/python -W ignore -m compileall -qq -j 0
 BUILD := --no-build-isolation --config-settings=cmake.define.QUIRE_WERROR=$(WERROR)
 
-.PHONY: help docs screenshots run demo test test-all check essential lint coverage mutants soak hostile fuzz sanitize overload chaos injections kills digest diagrams format build environment wheel wheels arm64 container clean
+.PHONY: help docs screenshots run demo test test-all check essential lint types style coverage mutants soak hostile fuzz sanitize overload chaos injections kills digest diagrams format build environment wheel wheels arm64 container clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -42,7 +42,7 @@ run: $(VENV)/.installed  ## install into .venv and run a batch of prompts on the
 	$(BIN)/quire demo
 
 check: $(VENV)/.installed $(VENV)/.dev  ## in a minute: lint, and beside it the fifty tests that find most
-	@$(MAKE) --no-print-directory -j2 lint essential
+	@$(MAKE) --no-print-directory -j3 types style essential
 
 test: $(VENV)/.installed $(VENV)/.dev  ## install into .venv and run the tests, without the slow ones
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
@@ -54,10 +54,14 @@ test-all: $(VENV)/.installed $(VENV)/.dev $(VENV)/.clients  ## run all tests but
 essential: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m essential $$(grep -rl --include='test_*.py' mark.essential tests) $(ARGS)
 
-lint: $(VENV)/.installed $(VENV)/.dev  ## style, types, C++ format, import floors, line budget
+lint: types style  ## style, types, C++ format, import floors, line budget
+
+types: $(VENV)/.installed $(VENV)/.dev
+	$(BIN)/mypy
+
+style: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
 	$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES))
 	PYTHONPATH=src $(BIN)/lint-imports
 	$(BIN)/hadolint deploy/Containerfile

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.embeddings import EMBEDDERS
 from benchmarks.engines.interleaved import Row, Run
 from benchmarks.engines.peers import ENGINES, ROOT
 from benchmarks.figures import FIGURES
@@ -20,7 +21,7 @@ from benchmarks.report import write_report
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the named figures; their rows are printed and replace earlier rows of the same figure in the results."""
-    names = tuple(engine.name for engine in ENGINES)
+    names = tuple(dict.fromkeys(engine.name for engine in (*ENGINES, *(kind for kind, _ in EMBEDDERS))))
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

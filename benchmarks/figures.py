@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import comparisons
+from benchmarks.beside import beside
 from benchmarks.checkpoints.dense import HIDDEN, VOCAB, ensure_checkpoint
+from benchmarks.embeddings import embeddings
 from benchmarks.engines.interleaved import TINY, Row, Run, case, interleaved, speeds
 from benchmarks.engines.peers import PRECISIONS, ROOT, Quire, Transformers, Vllm, num_threads
 from benchmarks.engines.session import Session
@@ -224,6 +226,8 @@ FIGURES: dict[str, Callable[[Run], Iterator[Row]]] = {
     "mixture": comparisons.mixture,
     "formats": comparisons.formats,
     "adapters": comparisons.adapters,
+    "embeddings": embeddings,
+    "beside": beside,
     "ready": ready,
     "parts": parts,
     "rest": rest,

@@ -53,6 +53,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "config/checkpoint/tensors.py": ("config/test_mapped_tensors.py", *CHECKPOINTS),
     "config/scheduler.py": ("config/test_bounds.py", "engine/test_policy.py"),
     "config/speculative.py": ("config/test_speculative.py",),
+    "engine/drafting/": (
+        "speculation/test_drafters.py",
+        "speculation/test_drafting.py",
+        "speculation/test_lengths.py",
+        "speculation/test_lookup.py",
+    ),
     "engine/requests/": (*SCHEDULE, "engine/test_beam_search.py", "engine/test_logprobs.py"),
     "engine/requests/grammar_queue.py": ("grammar/test_queue.py",),
     "engine/requests/beam_search.py": ("engine/test_beam_selector.py", "engine/test_beam_search.py"),

@@ -16,9 +16,6 @@ from hypothesis import settings
 from tests import embedded
 from tests.effort import CLIENTS, mark_slow, register_profiles
 
-# Two test processes share two cores: a second thread of torch's in each would only wait for the other's.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 register_profiles(derandomize="CI" in os.environ)  # a check of a change tells of the change, not of luck
 settings.load_profile("quick")
 
@@ -39,6 +36,11 @@ def pytest_collection_finish() -> None:
     """Exempt all that the collected tests consist of from garbage collection: it lives to the end, and looking at a
     million objects takes half a second in each full collection."""
     gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """The same at the end, when the interpreter would look at all objects three more times."""
     gc.freeze()
 
 

@@ -80,8 +80,9 @@ def recital(prompt_len: int) -> str:
 
 
 def scripted_llm(**kwargs: object) -> tuple[LLM, RecitingExecutor]:
-    """An LLM with the embedded checkpoint's configuration and tokenizer, and no model."""
-    plan = plan_memory(EngineArgs(**{"num_gpu_blocks_override": 64, "max_model_len": 256} | kwargs))
+    """An LLM with the embedded checkpoint's configuration and tokenizer, and no model. A step gives one token."""
+    settings = {"num_gpu_blocks_override": 64, "max_model_len": 256, "speculative_config": {"method": "off"}}
+    plan = plan_memory(EngineArgs(**settings | kwargs))
     tokenizer = Tokenizer.from_path(plan.config.model.tokenizer_path)
     executor = RecitingExecutor(tokenizer)
     return LLM.from_engine(LLMEngine(plan, executor, tokenizer)), executor

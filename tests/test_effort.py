@@ -1,9 +1,11 @@
 """Which tests run where: CONTRIBUTING.md has the table."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from reliability.coverage import TESTS, is_measured
@@ -91,3 +93,8 @@ def test_what_coverage_measures_exists() -> None:
 )
 def test_only_chosen_tests_are_measured(test: str, expected: bool) -> None:
     assert is_measured(test) == expected
+
+
+def test_a_test_process_has_one_thread_of_torch() -> None:
+    """A second one would spin on a core that another process could use."""
+    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])

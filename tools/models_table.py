@@ -8,11 +8,12 @@ the page differs.
 
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 from quire.config.checkpoint.architectures import MODELS, POOLING_MODELS
 from quire.models.registry import described_models
-from tests.models.encoders import CLASSIFIERS, ENCODERS
+from tests.models.encoders import BOTH_WAYS, DECODERS, ENCODERS, POOLERS
 from tests.models.families import NESTED
 from tests.models.variants import VARIANTS
 from tools.written_tables import write_or_check
@@ -32,8 +33,12 @@ def table() -> Iterator[str]:
     for variant, (family, _) in ENCODERS.items():
         for head in HEADS:
             tested.setdefault(POOLING_MODELS[family + head], []).append(variant)
-    for family in CLASSIFIERS:
-        tested.setdefault(POOLING_MODELS[f"{family}ForSequenceClassification"], []).append(family.lower())
+    for family, head in product(DECODERS, HEADS[:2]):
+        tested.setdefault(POOLING_MODELS[family + head], []).append(family.lower())
+    for variant, (family, _) in BOTH_WAYS.items():
+        tested[POOLING_MODELS[f"{family}Model"]].append(variant)
+    for architecture, variant in POOLERS.items():
+        tested[POOLING_MODELS[architecture]] = [variant]
     for architecture, text in described_models():
         made = (MODELS | POOLING_MODELS)[architecture]
         variants = ", ".join(f"`{name}`" for name in sorted(set(tested.get(made, ()))))

@@ -76,15 +76,16 @@ template <typename Out>
 static void finish_as(const ProductOut& to, int64_t row, int64_t rows, int64_t column, const float* sums,
                       int64_t stride, int64_t width) {
   const int64_t columns = smaller(width, to.n - column);
-  for (int64_t r = 0; r < rows; ++r) {
-    Out* out = static_cast<Out*>(to.out) + (row + r) * to.stride + column;
-    for (int64_t j = 0; j < columns; j += W) {
-      const int64_t count = smaller(W, columns - j);
-      f32 sum = load(sums + r * stride + j);
-      if (to.bias != nullptr) sum = sum + load_n(to.bias + column + j, count);
-      store_some(out + j, sum, count);
+  for_parts(columns, [&](int64_t j, int64_t count) __attribute__((always_inline)) {
+    const f32 bias = to.bias == nullptr ? set1(0) : load_some(to.bias + column + j, count);
+    const bool has_bias = to.bias != nullptr;  // adding 0 would make 0 of -0
+    Out* out = static_cast<Out*>(to.out) + row * to.stride + column + j;
+    const float* from = sums + j;
+    for (int64_t r = 0; r < rows; ++r, out += to.stride, from += stride) {
+      const f32 sum = load(from);
+      store_some(out, has_bias ? sum + bias : sum, count);
     }
-  }
+  });
 }
 
 QUIRE_INLINE void finish(const ProductOut& to, int64_t row, int64_t rows, int64_t column, const float* sums,

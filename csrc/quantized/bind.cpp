@@ -31,16 +31,16 @@ void bind_quantized(nb::module_& module) {
       +[](int format, const uint8_t* rows, int64_t row_bytes, int64_t n, int64_t k, char* out) {
         const QuantizedShape shape(format, 0, n, k);
         ask_for_large_pages(out, shape.bytes());
-        pack_blocks(format, rows, row_bytes, shape, out);
+        return pack_blocks(format, rows, row_bytes, shape, out);
       },
       Unlocked());
   add_function(
       module, "pack_integers",
-      +[](int format, int64_t base_group, const uint8_t* integers, const char* scales, const uint8_t* zeros, int64_t n,
-          int64_t k, char* out) {
+      +[](int format, int64_t base_group, const uint8_t* bytes, const int64_t* rows, const int64_t* columns,
+          int64_t first, int64_t count, const char* scales, const uint8_t* zeros, int64_t n, int64_t k, char* out) {
         const QuantizedShape shape(format, base_group, n, k);
         ask_for_large_pages(out, shape.bytes());
-        pack_integers(shape, integers, scales, zeros, out);
+        return pack_integers(shape, {bytes, rows, columns, first, count}, scales, zeros, out);
       },
       Unlocked());
   add_kernel(

@@ -14,7 +14,7 @@ enum class Number : int8_t { kNone, kHalf, kBFloat, kFloat, kExponent, kZeroPoin
 // kExponent: a byte e that means 2^(e - 128). kZeroPoint: a byte that means itself times the scale.
 
 struct QuantizedFormat {
-  int bits;   // of a stored integer, 4 or 8
+  int bits;   // of a stored integer: 4, 5, 6 or 8
   int group;  // 16 or 32 along k, or 0 for all of k: x is quantized in these groups, a scale holds for all
   int zero;   // what a stored integer has too much
   Number scale, min;
@@ -47,13 +47,13 @@ constexpr QuantizedFormat kQuantizedFormats[] = {
     {8, 32, 128, Number::kHalf, Number::kNone, false, 32, nullptr},       // q8_0
     {4, 32, 8, Number::kHalf, Number::kNone, false, 32, nullptr},         // q4_0
     {4, 32, 0, Number::kHalf, Number::kHalf, false, 32, nullptr},         // q4_1
-    {8, 32, 16, Number::kHalf, Number::kNone, false, 32, nullptr},        // q5_0
-    {8, 32, 0, Number::kHalf, Number::kHalf, false, 32, nullptr},         // q5_1
+    {5, 32, 16, Number::kHalf, Number::kNone, false, 32, nullptr},        // q5_0
+    {5, 32, 0, Number::kHalf, Number::kHalf, false, 32, nullptr},         // q5_1
     {4, 16, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},         // q2_k
     {4, 16, 4, Number::kHalf, Number::kNone, true, 256, nullptr},         // q3_k
     {4, 32, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},         // q4_k
-    {8, 32, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},         // q5_k
-    {8, 16, 32, Number::kHalf, Number::kNone, true, 256, nullptr},        // q6_k
+    {5, 32, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},         // q5_k
+    {6, 16, 32, Number::kHalf, Number::kNone, true, 256, nullptr},        // q6_k
     {4, 32, 128, Number::kHalf, Number::kNone, false, 32, kNonLinear},    // iq4_nl
     {4, 32, 128, Number::kHalf, Number::kNone, true, 256, kNonLinear},    // iq4_xs
     {4, 32, 128, Number::kExponent, Number::kNone, false, 32, kFloat4},   // mxfp4
@@ -92,9 +92,10 @@ QUIRE_INLINE constexpr int64_t bytes_of(Number number) {
 // Panels of 32 rows of W. A panel is four fields and its integers, each field an array [ranges of k][32 rows], filled
 // up to a multiple of 64 bytes. Integers lie in blocks of 32 along k, each of rows of 32 units of four bytes. 8 bits: a
 // unit holds four integers that follow each other along k. 4 bits: unit u holds k = 4 u to 4 u + 3 of its block in the
-// lower halves of its bytes, and those 16 further on in the upper halves. What a panel has beyond the matrix is zero,
-// or multiplies zeros. Behind the panels of a rotated weight lie its factors: a float32 for each column, which x is
-// multiplied with before it is rotated.
+// lower halves of its bytes, and those 16 further on in the upper halves. 5 and 6 bits: the lower four as 4 bits, and
+// behind them one or two rows of units with the upper ones: each has those of 8 or 4 rows of units of 8 bits, the first
+// row's lowest. What a panel has beyond the matrix is zero, or multiplies zeros. Behind the panels of a rotated weight
+// lie its factors: a float32 for each column, which x is multiplied with before it is rotated.
 struct QuantizedShape {
   static constexpr int64_t kBlock = 32;
 

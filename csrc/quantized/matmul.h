@@ -20,6 +20,9 @@ constexpr float kQuantizedZero = 1e-30f;
 // Rows of x that are kept quantized at once: enough that reading the weights anew for the next ones costs nothing.
 constexpr int64_t kMostQuantizedRows = 512;
 
+// The most rows of a tile whose weights have small groups: its sums fill registers beside the accumulators.
+constexpr int kGroupedRows = kTileRows < 8 ? kTileRows : 8;
+
 // A row of x as the tiles read it: its values, then of each group its scale, then what the sum of its products lacks
 // because stored integers have too much (QuantizedFormat::zero), then the sum of its values times the scale.
 struct QuantizedRow {
@@ -100,6 +103,7 @@ struct WeightPiece {
   const bf16* stored_scales;  // where the panel has a scale for each group: its own, and `scales` are not used
   const float *scales, *mins;
   int64_t first, groups;  // the first group's index in a row
+  int64_t ahead;          // how far behind its units that lies which a tile asks for while it multiplies
 };
 
 // kHalves: the units of plain halves of bytes, as they lie in a panel (PanelReader::has_plain_halves).
@@ -123,18 +127,22 @@ struct QuantizedTile {
     }
   }
 
-  // sums += the products of R quantized rows and G vectors of columns, from `column` on; sums' rows are 32 apart.
+  // sums += the products of R quantized rows and G vectors of columns, from `column` on; sums' rows are 32 apart. Those
+  // of the first piece are what they begin with.
   template <int R, int G>
   static void run(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, int64_t column, float* sums) {
     const int64_t row_bytes = layout.bytes, scales_at = layout.scales_at, lacks_at = layout.lacks_at;
     const int64_t unit_rows = layout.group / kUnitBytes / (kHalves ? 2 : 1);
     const int64_t x_stride = row_bytes / int64_t(sizeof(XValue));
+    const int64_t ahead = piece.ahead;
     const char* units = piece.units + column * kUnitBytes;
     f32 sum[R][G];
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
       QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) sum[r][g] = load(sums + r * kPanelColumns + column + g * W);
+      for (int g = 0; g < G; ++g) {
+        sum[r][g] = piece.first == 0 ? set1(0) : load(sums + r * kPanelColumns + column + g * W);
+      }
     }
     for (int64_t index = 0; index < piece.groups; ++index) {
       const int64_t group = piece.first + index;
@@ -148,7 +156,7 @@ struct QuantizedTile {
       }
       for (int64_t unit = 0; unit < unit_rows; ++unit, units += kUnitRowBytes, x += kUnitBytes) {
         QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) __builtin_prefetch(units + g * W * kUnitBytes + kBytesAhead, 0, 2);
+        for (int g = 0; g < G; ++g) __builtin_prefetch(units + ahead + g * W * kUnitBytes, 0, 2);
         multiply<R, G>(acc, units, x, x_stride, 0);
         if constexpr (kHalves) multiply<R, G>(acc, units, x + QuantizedShape::kBlock / 2, x_stride, 4);
       }
@@ -199,18 +207,18 @@ static void add_mins(const char* rows, int64_t num_rows, const QuantizedRow& lay
 // The sums of a task's rows and one panel. Pieces of the panel are unpacked once for all of them.
 static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader& reader, const QuantizedRow& layout,
                            const char* panel, float* sums) {
-  alignas(64) char bytes[kUnpackedK * kPanelColumns];
+  alignas(64) char bytes[kPieceK * kPanelColumns];
   alignas(64) float scales[kPieceGroups * kPanelColumns], mins[kPieceGroups * kPanelColumns];
   alignas(64) float minuses[kTaskRows * kPanelColumns];
   const int64_t num_sums = num_rows * kPanelColumns, row_bytes = layout.bytes;
-  for (int64_t i = 0; i < num_sums; i += W) store(sums + i, set1(0));
+  for (int64_t i = 0; layout.groups == 0 && i < num_sums; i += W) store(sums + i, set1(0));
   if (layout.has_mins) {
     for (int64_t i = 0; i < num_sums; i += W) store(minuses + i, set1(0));
   }
   const bool has_halves = reader.has_plain_halves(), is_plain = has_halves || reader.shape.format.bits == 8;
   const bool has_stored_scales = reader.has_stored_scales();
-  const int64_t piece_k = is_plain ? kPieceK : kUnpackedK, row_blocks = ceil_div(num_rows, kTileRows);
-  const int64_t piece_groups = layout.group > piece_k ? 1 : piece_k / layout.group;
+  const int64_t row_blocks = ceil_div(num_rows, layout.group > QuantizedShape::kBlock ? kTileRows : kGroupedRows);
+  const int64_t piece_groups = layout.group > kPieceK ? 1 : kPieceK / layout.group;
   // The tiles ask for what lies kBytesAhead of the integers they read: all but these lines, as they skip the fields.
   for (int64_t at = 0; at < reader.integers_at; at += 64) __builtin_prefetch(panel + kBytesAhead + at, 0, 2);
   for (int64_t first = 0; first < layout.groups; first += piece_groups) {
@@ -218,10 +226,19 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
     if (!has_stored_scales) reader.read_scales(panel, first, end, scales, mins);
     const int64_t begin_block = first * layout.group / QuantizedShape::kBlock;
     const int64_t end_block = ceil_div(end * layout.group, QuantizedShape::kBlock);
-    const char* units = is_plain ? panel + reader.integers_at + begin_block * reader.shape.block_bytes()
+    const char* stored = panel + reader.integers_at;
+    const char* units = is_plain ? stored + begin_block * reader.shape.block_bytes()
                                  : reader.unpack(panel, begin_block, end_block, bytes);
+    // Unpacking has asked for kBytesAhead behind the piece.
+    const char* behind = is_plain ? units : stored + end_block * reader.shape.block_bytes();
     const bf16* stored_scales = reinterpret_cast<const bf16*>(panel) + first * kPanelColumns;
-    const WeightPiece piece = {units, has_stored_scales ? stored_scales : nullptr, scales, mins, first, end - first};
+    const WeightPiece piece = {units,
+                               has_stored_scales ? stored_scales : nullptr,
+                               scales,
+                               mins,
+                               first,
+                               end - first,
+                               behind - units + kBytesAhead};
     for (int64_t block = 0; block < row_blocks; ++block) {
       const int64_t row = block * num_rows / row_blocks, height = (block + 1) * num_rows / row_blocks - row;
       for_tiles<QuantizedTile<false>>(height, 1, [&](int64_t vector, int64_t width) {

@@ -1,6 +1,7 @@
 #include "quantized/pack.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "runtime/thread_pool.h"
@@ -8,32 +9,53 @@
 namespace quire {
 namespace {
 
-constexpr int64_t kSuper = 256;  // of k; ggml's longest block
+constexpr int64_t kSuper = 256;      // of k; ggml's longest block
+constexpr int64_t kColumnsRead = 8;  // a divisor of kSuper
 
 // Integers of kSuper along k of each of the 32 rows of a panel, a byte each.
 struct RowPieces {
   uint8_t integers[kPanelColumns][kSuper];
 
-  // Writes the blocks of 32 from k = `begin` (a multiple of kSuper) on as units.
-  void store_into(char* panel, const QuantizedShape& shape, int64_t begin) const {
+  // Writes the blocks of 32 from k = `begin` (a multiple of kSuper) on as units, those of the rows from `first_row` on.
+  void store_into(char* panel, const QuantizedShape& shape, int64_t begin, int64_t first_row) const {
     const int64_t first = begin / QuantizedShape::kBlock, block_bytes = shape.block_bytes();
     const int64_t end = std::min(shape.blocks(), first + kSuper / QuantizedShape::kBlock);
-    const bool is_half = shape.format.bits == 4;
+    const int64_t num_upper = shape.format.bits == 8 ? 0 : shape.format.bits - 4;
+    const int64_t num_rows = shape.format.bits == 8 ? 8 : 4;
     for (int64_t block = first; block < end; ++block) {
       char* units = panel + shape.integers_at() + block * block_bytes;
-      for (int64_t row = 0; row < block_bytes / kUnitRowBytes; ++row, units += kUnitRowBytes) {
+      for (int64_t row = 0; row < num_rows; ++row, units += kUnitRowBytes) {
         const int64_t k = (block - first) * QuantizedShape::kBlock + row * kUnitBytes;
-        for (int64_t j = 0; j < kPanelColumns; ++j) {
+        for (int64_t j = first_row; j < kPanelColumns; ++j) {
           uint32_t unit, upper;
           std::memcpy(&unit, integers[j] + k, sizeof unit);
-          if (is_half) {
+          if (num_rows == 4) {
             std::memcpy(&upper, integers[j] + k + QuantizedShape::kBlock / 2, sizeof upper);
             unit = (unit & 0x0f0f0f0f) | (upper & 0x0f0f0f0f) << 4;
           }
           std::memcpy(units + j * kUnitBytes, &unit, sizeof unit);
         }
       }
+      for (int64_t i = 0; i < num_upper; ++i, units += kUnitRowBytes) {
+        for (int64_t j = first_row; j < kPanelColumns; ++j) {
+          const uint8_t* of_row = integers[j] + (block - first) * QuantizedShape::kBlock;
+          const uint32_t upper = upper_bits(of_row, i, num_upper);
+          std::memcpy(units + j * kUnitBytes, &upper, sizeof upper);
+        }
+      }
     }
+  }
+
+ private:
+  // The bits above the lower four of those rows of units that lie in row `index` of `count`.
+  static uint32_t upper_bits(const uint8_t* integers, int64_t index, int64_t count) {
+    const int64_t rows = 8 / count;
+    uint32_t found = 0, unit;
+    for (int64_t row = 0; row < rows; ++row) {
+      std::memcpy(&unit, integers + (index * rows + row) * kUnitBytes, sizeof unit);
+      found |= ((unit >> 4) & (count == 1 ? 0x01010101 : 0x03030303)) << (row * count);
+    }
+    return found;
   }
 };
 
@@ -205,45 +227,99 @@ constexpr BlockType kBlockTypes[] = {
     {32, 17, read_mxfp4},
 };
 
-// Calls read(row, begin, fields, integers) for each row of W and piece of kSuper along k, and writes what it gives.
+// Whether `count` numbers of a field are finite.
+template <typename Bits>
+bool are_finite(const char* field, int64_t count, Bits exponent) {
+  const Bits* numbers = reinterpret_cast<const Bits*>(field);
+  bool is_finite = true;
+  for (int64_t i = 0; i < count; ++i) is_finite &= Bits(numbers[i] & exponent) != exponent;
+  return is_finite;
+}
+
+bool is_finite_field(Number number, const char* field, int64_t count) {
+  switch (number) {
+    case Number::kHalf:
+      return are_finite<uint16_t>(field, count, 0x7c00);
+    case Number::kBFloat:
+      return are_finite<uint16_t>(field, count, 0x7f80);
+    case Number::kFloat:
+      return are_finite<uint32_t>(field, count, 0x7f800000);
+    case Number::kExponent:
+      return are_finite<uint8_t>(field, count, 255);
+    default:
+      return true;
+  }
+}
+
+// Some rows of a panel, of which row 0 is the first of W's rows there.
+struct PanelRows {
+  char* panel;
+  int64_t row, begin, end;
+};
+
+// Calls read(rows, begin, pieces) for the rows [first, first + count) of W, those of a panel and a piece of kSuper
+// along k at a time, and writes what it gives. Rows of the last panel behind them become zero. Whether all numbers are
+// finite.
 template <typename Read>
-void pack_panels(const QuantizedShape& shape, char* out, const Read& read) {
+bool pack_panels(const QuantizedShape& shape, int64_t first, int64_t count, char* out, const Read& read) {
+  std::atomic<bool> is_finite{true};
+  const int64_t first_panel = first / kPanelColumns, numbers = shape.bases() * kPanelColumns;
   auto task = [&](int64_t index, int) {
-    char* panel = out + index * shape.panel_bytes();
-    const int64_t first = index * kPanelColumns, rows = std::min(kPanelColumns, shape.n - first);
-    std::memset(panel, 0, size_t(shape.integers_at()));
+    const int64_t row = (first_panel + index) * kPanelColumns;
+    char* panel = out + (first_panel + index) * shape.panel_bytes();
+    const PanelRows rows = {panel, row, std::max<int64_t>(first - row, 0),
+                            std::min(kPanelColumns, first + count - row)};
+    if (rows.begin == 0) std::memset(panel, 0, size_t(shape.integers_at()));
     RowPieces pieces;
     std::memset(pieces.integers, 0, sizeof pieces.integers);
     for (int64_t begin = 0; begin < shape.k; begin += kSuper) {
       if (shape.k - begin < kSuper) std::memset(pieces.integers, 0, sizeof pieces.integers);
-      for (int64_t j = 0; j < rows; ++j) read(first + j, begin, RowFields{panel, shape, j}, pieces.integers[j]);
-      pieces.store_into(panel, shape, begin);
+      read(rows, begin, pieces);
+      pieces.store_into(panel, shape, begin, rows.begin);
+    }
+    if (!is_finite_field(shape.format.scale, panel, numbers) ||
+        !is_finite_field(shape.format.min, panel + shape.mins_at(), numbers)) {
+      is_finite.store(false, std::memory_order_relaxed);
     }
   };
-  parallel_for(shape.panels(), task);
+  parallel_for((first + count + kPanelColumns - 1) / kPanelColumns - first_panel, task);
+  return is_finite.load();
 }
 
 }  // namespace
 
-void pack_blocks(int code, const uint8_t* rows, int64_t row_bytes, const QuantizedShape& shape, char* out) {
+bool pack_blocks(int code, const uint8_t* rows, int64_t row_bytes, const QuantizedShape& shape, char* out) {
   const BlockType& type = kBlockTypes[code - kFirstBlockType];
-  pack_panels(shape, out, [&](int64_t row, int64_t begin, const RowFields& fields, uint8_t* integers) {
-    for (int64_t k = begin; k < std::min(begin + kSuper, shape.k); k += type.elements) {
-      const int64_t index = k / type.elements;
-      type.read(rows + row * row_bytes + index * type.bytes, index, fields, integers + (k - begin));
+  return pack_panels(shape, 0, shape.n, out, [&](const PanelRows& of, int64_t begin, RowPieces& pieces) {
+    for (int64_t j = 0; j < of.end; ++j) {
+      for (int64_t k = begin; k < std::min(begin + kSuper, shape.k); k += type.elements) {
+        const int64_t index = k / type.elements;
+        const uint8_t* block = rows + (of.row + j) * row_bytes + index * type.bytes;
+        type.read(block, index, RowFields{of.panel, shape, j}, pieces.integers[j] + (k - begin));
+      }
     }
   });
 }
 
-void pack_integers(const QuantizedShape& shape, const uint8_t* integers, const char* scales, const uint8_t* zeros,
+bool pack_integers(const QuantizedShape& shape, const PlacedIntegers& from, const char* scales, const uint8_t* zeros,
                    char* out) {
   const int64_t bases = shape.bases(), scale_bytes = bytes_of(shape.format.scale);
-  pack_panels(shape, out, [&](int64_t row, int64_t begin, const RowFields& fields, uint8_t* to) {
-    std::memcpy(to, integers + row * shape.k + begin, size_t(std::min(kSuper, shape.k - begin)));
+  return pack_panels(shape, from.first, from.count, out, [&](const PanelRows& of, int64_t begin, RowPieces& pieces) {
+    // A few columns of all rows at a time: which of the two lie beside each other depends on the tool.
+    const int64_t end = std::min(kSuper, shape.k - begin);
+    for (int64_t k = 0; k < end; k += kColumnsRead) {
+      for (int64_t j = of.begin; j < of.end; ++j) {
+        from.read(of.row + j, begin + k, std::min(kColumnsRead, end - k), shape.format.bits, pieces.integers[j] + k);
+      }
+    }
     if (begin > 0) return;
-    for (int64_t base = 0; base < bases; ++base) {
-      fields.set_scale(base, reinterpret_cast<const uint8_t*>(scales) + (row * bases + base) * scale_bytes);
-      if (zeros != nullptr) fields.set_min(base, zeros + row * bases + base);
+    for (int64_t j = of.begin; j < of.end; ++j) {
+      const RowFields fields = {of.panel, shape, j};
+      for (int64_t base = 0; base < bases; ++base) {
+        const int64_t at = (of.row + j) * bases + base;
+        fields.set_scale(base, reinterpret_cast<const uint8_t*>(scales) + at * scale_bytes);
+        if (zeros != nullptr) fields.set_min(base, zeros + at);
+      }
     }
   });
 }

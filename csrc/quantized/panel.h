@@ -21,9 +21,14 @@ static void dequantize_row(const PanelReader& reader, const char* data, int64_t 
     const char* units = panel + reader.integers_at + block * shape.block_bytes() + j * kUnitBytes;
     alignas(64) float values[QuantizedShape::kBlock];
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t half = format.bits == 4 ? i % (QuantizedShape::kBlock / 2) : i;
+      const int64_t half = format.bits < 8 ? i % (QuantizedShape::kBlock / 2) : i;
       int32_t integer = uint8_t(units[half / kUnitBytes * kUnitRowBytes + half % kUnitBytes]);
-      if (format.bits == 4) integer = i == half ? integer & 15 : integer >> 4;
+      if (format.bits < 8) integer = i == half ? integer & 15 : integer >> 4;
+      if (format.bits == 5 || format.bits == 6) {
+        const int64_t count = format.bits - 4, row = i / kUnitBytes, place = 4 + row * count / 8;
+        const int32_t upper = uint8_t(units[place * kUnitRowBytes + i % kUnitBytes]) >> (row * count % 8);
+        integer |= (upper & ((1 << count) - 1)) << 4;
+      }
       if (format.table != nullptr) integer = format.table[integer];
       const int64_t at = ((begin + i) / format.group - first) * kPanelColumns + j;
       values[i] = float(integer - format.zero) * scales[at];

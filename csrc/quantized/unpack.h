@@ -7,9 +7,9 @@
 
 namespace quire::QUIRE_ISA {
 
-// Of k, multiples of all groups but those that are all of k: pieces whose integers are read as they lie in the panel,
-// and pieces that are unpacked, which must stay in the nearest cache.
-constexpr int64_t kPieceK = 1024, kUnpackedK = 256;
+// Of k, a multiple of all groups but those that are all of k: of a piece, the integers (unpacked, where they are not
+// read as they lie in the panel) and a tile's rows of x stay in the nearest cache.
+constexpr int64_t kPieceK = 512;
 constexpr int64_t kPieceGroups = kPieceK / 16;
 
 // W of IEEE's binary16 from p on.
@@ -129,28 +129,58 @@ struct PanelReader {
     return format.scale == Number::kBFloat && format.min == Number::kNone && format.base_group == format.group;
   }
 
-  // The units of blocks [begin, end) of 4 bits with a byte for each integer -> piece.
+  // The units of blocks [begin, end) of fewer than 8 bits with a byte for each integer -> piece.
   QUIRE_MEMBER const char* unpack(const char* panel, int64_t begin, int64_t end, char* piece) const {
-    constexpr int64_t kHalf = QuantizedShape::kBlock / 2 / kUnitBytes * kUnitRowBytes;
     const char* units = panel + integers_at + begin * shape.block_bytes();
-    const auto each = [&](auto&& value) __attribute__((always_inline)) {
-      char* to = piece;
-      for (int64_t block = begin; block < end; ++block, units += kHalf, to += 2 * kHalf) {
-        for (int64_t i = 0; i < kHalf; i += W * kUnitBytes) {
-          __builtin_prefetch(units + i + kBytesAhead, 0, 2);
-          const i32 bits = load_lanes(units + i);
-          store_lanes(to + i, value(bits & 0x0f0f0f0f));
-          store_lanes(to + kHalf + i, value((bits >> 4) & 0x0f0f0f0f));
-        }
-      }
-    };
-    if (shape.format.table == nullptr) {
-      each([](i32 v) __attribute__((always_inline)) { return v; });
-    } else {
+    const auto same = [](i32 v) __attribute__((always_inline)) { return v; };
+    if (shape.format.table != nullptr) {
       const ByteTable table(shape.format.table);
-      each([&](i32 v) __attribute__((always_inline)) { return table.look_up(v); });
+      const auto look_up = [&](i32 v) __attribute__((always_inline)) { return table.look_up(v); };
+      unpack_blocks<4>(units, end - begin, look_up, piece);
+    } else if (shape.format.bits == 4) {
+      unpack_blocks<4>(units, end - begin, same, piece);
+    } else if (shape.format.bits == 5) {
+      unpack_blocks<5>(units, end - begin, same, piece);
+    } else {
+      unpack_blocks<6>(units, end - begin, same, piece);
     }
     return piece;
+  }
+
+ private:
+  // What lies above the lower four bits of row `row` of the units of 8 bits, in its place.
+  template <int kBits>
+  QUIRE_MEMBER static i32 upper_bits(const i32 (&upper)[2], int row) {
+    if constexpr (kBits == 4) return i32{};
+    constexpr int kCount = kBits == 6 ? 2 : 1, kMask = kBits == 6 ? 0x30303030 : 0x10101010;
+    const int up = 4 - row * kCount % 8;  // one shift is cheaper than two
+    const i32 bits = upper[row * kCount / 8];
+    return (up >= 0 ? bits << (up & 7) : bits >> (-up & 7)) & kMask;
+  }
+
+  template <int kBits, typename Value>
+  QUIRE_MEMBER static void unpack_blocks(const char* units, int64_t blocks, const Value& value, char* to) {
+    constexpr int64_t kHalf = QuantizedShape::kBlock / 2 / kUnitBytes * kUnitRowBytes;
+    constexpr int kRows = int(kHalf / kUnitRowBytes);
+    for (int64_t block = 0; block < blocks; ++block, units += kBits * kUnitRowBytes, to += 2 * kHalf) {
+      for (int64_t i = 0; i < kUnitRowBytes; i += W * kUnitBytes) {
+        i32 upper[2];
+        QUIRE_UNROLL
+        for (int j = 0; j < kBits - 4; ++j) {
+          const char* bits = units + kHalf + j * kUnitRowBytes + i;
+          __builtin_prefetch(bits + kBytesAhead, 0, 2);
+          upper[j] = load_lanes(bits);
+        }
+        QUIRE_UNROLL
+        for (int row = 0; row < kRows; ++row) {
+          const int64_t at = row * kUnitRowBytes + i;
+          __builtin_prefetch(units + at + kBytesAhead, 0, 2);
+          const i32 bits = load_lanes(units + at);
+          store_lanes(to + at, value((bits & 0x0f0f0f0f) | upper_bits<kBits>(upper, row)));
+          store_lanes(to + kHalf + at, value(((bits >> 4) & 0x0f0f0f0f) | upper_bits<kBits>(upper, row + kRows)));
+        }
+      }
+    }
   }
 };
 

@@ -1,5 +1,7 @@
 """The command line: what is printed where, with which exit status."""
 
+import atexit
+import gc
 import json
 import os
 import re
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from quire import EngineArgs, __version__
+from quire.cli import main
 from quire.cli.bench import throughput
 from quire.common.batch import Batch, StepResult
 from quire.config.model import ModelConfig
@@ -124,6 +127,17 @@ def test_ctrl_c_ends_a_command_quietly(run: Run, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(RecitingExecutor, "execute", interrupted)
     status, out, err = run("generate", "--prompt", "x")
     assert (status, out, err) == (130, "", "")
+
+
+def test_only_the_command_itself_ends_without_examining_its_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that calls `main` goes on."""
+    at_exit: list[Any] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(sys, "argv", ["quire", "models"])
+    assert main(["models"]) == 0
+    assert at_exit == []
+    assert main() == 0
+    assert at_exit == [gc.freeze]
 
 
 def test_a_closed_pipe_ends_a_command_quietly() -> None:

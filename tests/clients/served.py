@@ -97,8 +97,14 @@ def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
 def saying_server(reply: str, **kwargs: Any) -> Iterator[Served]:
     """The server's application over a model that says `reply` to everything, behind a real socket. For `kwargs` see
     `saying`."""
-    server = saying(reply, tool_format=TOOL_FORMATS["hermes"], **kwargs)
-    http = uvicorn.Server(uvicorn.Config(server.app, port=0, lifespan="off", log_config=None, ws="none"))
+    with in_thread(saying(reply, tool_format=TOOL_FORMATS["hermes"], **kwargs).app) as url:
+        yield Served(url)
+
+
+@contextmanager
+def in_thread(app: Any) -> Iterator[str]:
+    """The URL at which an ASGI application answers, in a thread, until the block ends."""
+    http = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_config=None, ws="none"))
     thread = threading.Thread(target=lambda: asyncio.run(http.serve()))
     thread.start()
     try:
@@ -107,7 +113,7 @@ def saying_server(reply: str, **kwargs: Any) -> Iterator[Served]:
             assert thread.is_alive()
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        yield Served(f"http://127.0.0.1:{http.servers[0].sockets[0].getsockname()[1]}")
+        yield f"http://127.0.0.1:{http.servers[0].sockets[0].getsockname()[1]}"
     finally:
         http.should_exit = True
         thread.join(WAIT_S)

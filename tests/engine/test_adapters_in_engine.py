@@ -24,6 +24,7 @@ def llm() -> LLM:
 
 def make_llm(**kwargs: Any) -> LLM:
     defaults = {"enable_lora": True, "max_lora_rank": 4, "max_model_len": 128, "num_gpu_blocks_override": 64}
+    defaults["speculative_config"] = {"method": "off"}
     return LLM(**defaults | {"disable_log_stats": False} | kwargs)
 
 

@@ -15,7 +15,7 @@ from quire.common.errors import (
 )
 from quire.engine.requests.recommended import recommended_params
 from tests.engine.reciting import PROMPT, generate
-from tests.scripted_engine import recital, scripted_llm
+from tests.scripted_engine import RecitingExecutor, recital, scripted_llm
 
 
 def draw(llm: LLM, **params: Any) -> Draw:
@@ -253,8 +253,8 @@ def test_the_best_of_many_samples_comes_out(llm: LLM) -> None:
     assert [o.text for o in output.outputs] == [llm.engine.tokenizer.decode(o.token_ids) for o in output.outputs]
 
 
-def test_the_executor_gets_what_a_draw_needs() -> None:
-    llm, executor = scripted_llm(speculative_config={"method": "off"})
+def test_the_executor_gets_what_a_draw_needs(llm: LLM, executor: RecitingExecutor) -> None:
+    executor.batches.clear()
     generate(llm, presence_penalty=1, max_tokens=3)
     sequences = [batch.sequences[0] for batch in executor.batches]
     assert all(s.drawn.num_prompt_tokens == len(PROMPT) for s in sequences)

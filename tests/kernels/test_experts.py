@@ -121,7 +121,9 @@ def integers(bits, scales, has_zeros, in_order):
         ranges = -(-k // 64)
         zeros = torch.randint(0, 2**bits, (n, ranges), dtype=torch.uint8, generator=generator) if has_zeros else None
         order = None if in_order else torch.randperm(k, generator=generator).int()
-        return kernels.pack_integers(values, randn(n, ranges).to(scales), zeros, dtype, bits, 64, order)
+        return kernels.pack_integers(
+            [kernels.PlacedIntegers.in_bytes(values, bits)], randn(n, ranges).to(scales), zeros, dtype, 64, order
+        )
 
     return make
 

@@ -1,5 +1,7 @@
 """Weights that other tools quantized: kept to the bit, and multiplied by with the reference's bits by every variant."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -22,6 +24,10 @@ def random_blocks(format: str, n: int, num_blocks: int) -> torch.Tensor:
     else:
         blocks[:, :, 0] = blocks[:, :, 0] % 20 + 118
     return blocks.flatten(1)
+
+
+def in_bytes(integers, bits=4):
+    return [kernels.PlacedIntegers.in_bytes(integers, bits)]
 
 
 def all_rows(weight):
@@ -69,7 +75,7 @@ def test_integers_and_zeros_are_kept_and_products_have_the_references_bits(
     of_k = torch.arange(k) // scale_range
     offsets = zeros[:, of_k].float() if has_zeros else torch.tensor(float(2 ** (bits - 1)))
     with using(isa):
-        weight = kernels.pack_integers(integers, scales, zeros, torch.float32, bits, scale_range)
+        weight = kernels.pack_integers(in_bytes(integers, bits), scales, zeros, torch.float32, scale_range)
         if scale_dtype != torch.float32:  # exact: a product of few bits
             assert torch.equal(all_rows(weight), (integers - offsets) * scales.float()[:, of_k])
         for count in (1, 4, 25):
@@ -85,7 +91,7 @@ def test_mxfp4_of_two_tensors_is_that_of_blocks(isa):
     halves = integers.view(40, 3, 2, 16)
     blocks = torch.cat([exponents[..., None], halves[:, :, 0] | halves[:, :, 1] << 4], 2).flatten(1)
     with using(isa):
-        one = kernels.pack_integers(integers, exponents, None, torch.bfloat16, 4, 32)
+        one = kernels.pack_integers(in_bytes(integers), exponents, None, torch.bfloat16, 32)
         other = kernels.pack_blocks(blocks, 96, torch.bfloat16, "mxfp4")
     assert torch.equal(one.data, other.data)
 
@@ -113,22 +119,29 @@ def test_rows_that_are_no_blocks_are_refused(rows, k, format, told):
         kernels.pack_blocks(rows, k, torch.float32, format)
 
 
+def placed(rows):
+    """Integers of 64 columns beside each other, in 192 bytes."""
+    return [kernels.PlacedIntegers(torch.zeros(192, dtype=torch.uint8), 4, torch.tensor(rows), torch.arange(64) * 4)]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"integers": torch.zeros(3, 64)},
-        {"integers": torch.zeros(192, dtype=torch.uint8)},
+        {"parts": in_bytes(torch.zeros(3, 64, dtype=torch.uint8), bits=5)},
+        {"parts": in_bytes(torch.zeros(3, 64, dtype=torch.uint8)) + in_bytes(torch.zeros(3, 64, dtype=torch.uint8), 8)},
+        {"parts": placed([0, 256, 513])},
+        {"parts": placed([0, 256, 1288])},
+        {"parts": placed([0, 256, -4])},
         {"scales": torch.zeros(3, 3)},
         {"scales": torch.zeros(3, 2, dtype=torch.float64)},
         {"zeros": torch.zeros(3, 1, dtype=torch.uint8)},
-        {"bits": 5},
         {"scale_range": 16},
         {"scale_range": 0},
     ],
 )
 def test_integers_and_scales_that_do_not_fit_are_refused(wrong):
-    given = {"integers": torch.zeros(3, 64, dtype=torch.uint8), "scales": torch.zeros(3, 2), "zeros": None}
-    given |= {"dtype": torch.float32, "bits": 4, "scale_range": 32}
+    given = {"parts": placed([0, 256, 1280]), "scales": torch.zeros(3, 2), "zeros": None}
+    given |= {"dtype": torch.float32, "scale_range": 32}
     assert kernels.pack_integers(**given).n == 3
     with pytest.raises(KernelError, match="pack_integers takes"):
         kernels.pack_integers(**(given | wrong))
@@ -141,14 +154,66 @@ def test_the_columns_of_x_may_be_read_in_another_order(isa):
     scales, order = randn(40, 4).half(), torch.randperm(200, generator=generator).int()
     x = randn(9, 200)
     with using(isa):
-        weight = kernels.pack_integers(integers, scales, None, torch.float32, 4, 64, order)
-        sorted_weight = kernels.pack_integers(integers, scales, None, torch.float32, 4, 64)
+        weight = kernels.pack_integers(in_bytes(integers), scales, None, torch.float32, 64, order)
+        sorted_weight = kernels.pack_integers(in_bytes(integers), scales, None, torch.float32, 64)
         assert torch.equal(kernels.matmul(x, weight), kernels.matmul(x[:, order.long()].contiguous(), sorted_weight))
 
 
 @pytest.mark.parametrize("order", [torch.zeros(64).int(), torch.arange(64), torch.arange(1, 65).int()])
 def test_an_order_must_have_each_column_once(order):
     with pytest.raises(KernelError, match="each column once"):
-        kernels.pack_integers(
-            torch.zeros(3, 64, dtype=torch.uint8), torch.zeros(3, 2), None, torch.float32, 4, 32, order
+        kernels.pack_integers(placed([0, 4, 8]), torch.zeros(3, 2), None, torch.float32, 32, order)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("sizes", [(40, 3, 5, 50), (64, 32), (1, 30, 2)])
+def test_modules_with_integers_in_any_places_are_stacked(isa, bits, sizes):
+    generator, k = torch.Generator().manual_seed(len(sizes)), 300
+    integers = torch.randint(0, 2**bits, (sum(sizes), k), dtype=torch.uint8, generator=generator)
+    scales, parts = randn(len(integers), 3).half(), []
+    for i, rows in enumerate(integers.split(sizes)):
+        n, order = len(rows), torch.randperm(k, generator=generator)
+        shuffled = torch.empty_like(rows)
+        shuffled[:, order] = rows
+        packed = shuffled.T if i % 2 else shuffled
+        if bits == 4:  # two in each byte, behind the tensor's first byte
+            packed = torch.cat([packed.new_zeros(2), packed.flatten(), packed.new_zeros(packed.numel() % 2)])
+            packed = packed[::2] | packed[1::2] << 4
+        steps = (bits, n * bits) if i % 2 else (k * bits, bits)
+        places, columns = torch.arange(n) * steps[0] + (8 if bits == 4 else 0), torch.arange(k) * steps[1]
+        part = kernels.PlacedIntegers(packed.contiguous(), bits, places, columns)
+        parts.append(part.in_order(order))
+    with using(isa):
+        weight = kernels.pack_integers(parts, scales, None, torch.float32, 128)
+        plain = kernels.pack_integers(in_bytes(integers, bits), scales, None, torch.float32, 128)
+        assert torch.equal(all_rows(weight), all_rows(plain))
+        assert torch.equal(weight.data, plain.data)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("format", kernels.BLOCK_FORMATS)
+def test_scales_and_minimums_that_are_not_finite_are_refused(isa, format):
+    elements, _ = kernels.block_size(format)
+    is_byte = format == "mxfp4"
+    starts = (
+        (0,)
+        if is_byte
+        else {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,)}.get(
+            format, (0, 2) if format in reference_blocks.WITH_MINS else (0,)
         )
+    )
+    for start, value in product(starts, (255,) if is_byte else (0x7C, 0xFE)):
+        rows = random_blocks(format, 40, 3)
+        rows.view(40, 3, -1)[37, 2, start if is_byte else start + 1] = value
+        with using(isa), pytest.raises(KernelError, match="scales are not finite"):
+            kernels.pack_blocks(rows, 3 * elements, torch.float32, format)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.uint8])
+def test_scales_of_integers_that_are_not_finite_are_refused(isa, dtype):
+    scales = torch.ones(3, 2).to(dtype)
+    scales[2, 1] = 255 if dtype is torch.uint8 else -torch.inf
+    with using(isa), pytest.raises(KernelError, match="scales are not finite"):
+        kernels.pack_integers(placed([0, 256, 512]), scales, None, torch.float32, 32)

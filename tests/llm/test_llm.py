@@ -43,8 +43,8 @@ def test_every_form_of_a_prompt_alone_and_in_a_list(llm: LLM, prompt: Any) -> No
 
 
 @pytest.mark.essential
-def test_deltas_add_up_to_the_whole_and_report_each_end_once() -> None:
-    engine, whole = scripted_llm(speculative_config={"method": "off"})[0].engine, {}
+def test_deltas_add_up_to_the_whole_and_report_each_end_once(llm: LLM) -> None:
+    engine, whole = llm.engine, {}
     for kind in ("cumulative", "delta", "final_only"):
         params = SamplingParams(temperature=0, max_tokens=30, n=2, stop="seven", output_kind=kind)
         engine.add_request(kind, [5, 6, 7], params)
@@ -70,9 +70,8 @@ def test_deltas_add_up_to_the_whole_and_report_each_end_once() -> None:
 
 
 @pytest.mark.parametrize("kind", ["delta", "final_only"])
-def test_an_aborted_request_emits_what_was_not_emitted_yet(kind: str) -> None:
+def test_an_aborted_request_emits_what_was_not_emitted_yet(llm: LLM, kind: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=30, output_kind=kind)
-    llm = scripted_llm(speculative_config={"method": "off"})[0]
     llm.engine.add_request("a", [5, 6, 7], params)
     told = [o for _ in range(4) for output in llm.engine.step() for o in output.outputs]
     last = llm.engine.abort_request("a")

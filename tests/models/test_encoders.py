@@ -7,11 +7,18 @@ import pytest
 import torch
 import transformers
 
+from quire import kernels
+from quire.common.batch import PooledRows, PoolSpec, ScheduledSequence
 from quire.config.model import ModelConfig
+from quire.models.activations import activation_bytes
+from quire.models.adapters.adapter import projections
 from quire.models.weights.loader import load_model
+from quire.runner.text_graphs import MAX_TOKENS, TextGraphs
+from tests.kernels.isas import ISAS, needs_native, using
 from tests.kernels.paged import same_bits
-from tests.models.encoders import ENCODERS
+from tests.models.encoders import BOTH_WAYS, ENCODERS
 from tests.models.pooled_run import hidden_states, pooled
+from tests.models.test_activations import Watched
 
 TEXTS = [[2, *range(5, 5 + n), 3] for n in (1, 40, 7, 17)]
 HEADS = ("ForSequenceClassification", "ForTokenClassification")
@@ -24,7 +31,7 @@ def save_encoder(tmp_path: Path) -> Any:
     def save(family: str, head: str, **fields: Any) -> tuple[Path, Any]:
         kind = getattr(transformers, family + head)
         torch.manual_seed(fields.pop("seed", 0))
-        model = kind(kind.config_class(**fields)).eval()
+        model = kind._from_config(kind.config_class(**fields), attn_implementation="eager").eval()
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # transformers makes them 0
                 torch.nn.init.normal_(parameter, std=0.3)
@@ -34,15 +41,41 @@ def save_encoder(tmp_path: Path) -> Any:
     return save
 
 
-@pytest.mark.parametrize("variant", ENCODERS)
+@pytest.mark.parametrize("variant", ENCODERS | BOTH_WAYS)
 def test_hidden_states_are_those_of_transformers(variant: str, save_encoder: Any) -> None:
-    family, fields = ENCODERS[variant]
+    family, fields = (ENCODERS | BOTH_WAYS)[variant]
     folder, oracle = save_encoder(family, "Model", **fields)
     model = load_model(ModelConfig.resolve(folder))
     for text, hidden in zip(TEXTS, hidden_states(model, TEXTS), strict=True):
         with torch.no_grad():
             expected = oracle(torch.tensor([text])).last_hidden_state[0]
         torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("variant", ["deberta-v3", "embeddinggemma"])
+def test_on_every_isa(variant: str, isa: str, save_encoder: Any) -> None:
+    with using(isa):
+        test_hidden_states_are_those_of_transformers(variant, save_encoder)
+        if isa != "reference":  # torch's products depend on the batch
+            test_a_text_has_the_same_bits_alone_and_among_others(variant, "bfloat16", save_encoder)
+
+
+@needs_native
+@pytest.mark.parametrize("variant", ["albert", "bert", "deberta-v3", "embeddinggemma", "modernbert", "mpnet", "nomic"])
+def test_the_measured_memory_of_an_encoder_is_what_its_kernels_take(variant: str, save_encoder: Any) -> None:
+    family, fields = (ENCODERS | BOTH_WAYS)[variant]
+    config = ModelConfig.resolve(save_encoder(family, "Model", **fields)[0])
+    model, workspace = load_model(config), Watched()
+    forward = model.forward
+
+    def watched(*args: Any) -> torch.Tensor:
+        with workspace.recording():
+            return forward(*args)
+
+    model.forward = watched  # type: ignore[method-assign]
+    hidden_states(model, [[5] * 60, [6] * 36])
+    assert workspace.peak_bytes == activation_bytes(config, 96)
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -58,9 +91,9 @@ def test_heads_are_those_of_transformers(variant: str, head: str, save_encoder: 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", ["albert", "bert", "modernbert", "mpnet", "nomic"])
+@pytest.mark.parametrize("variant", ["albert", "bert", "deberta-v3", "embeddinggemma", "modernbert", "mpnet", "nomic"])
 def test_a_text_has_the_same_bits_alone_and_among_others(variant: str, dtype: str, save_encoder: Any) -> None:
-    family, fields = ENCODERS[variant]
+    family, fields = (ENCODERS | BOTH_WAYS)[variant]
     folder, _ = save_encoder(family, "Model", **fields)
     model: Any = load_model(ModelConfig.resolve(folder, dtype=dtype))
     generator = torch.Generator().manual_seed(1)
@@ -83,3 +116,42 @@ def test_texts_of_a_pair_have_rows_of_their_own(save_encoder: Any) -> None:
         with torch.no_grad():
             expected = oracle(torch.tensor([text]), token_type_ids=torch.tensor([own])).last_hidden_state[0]
         torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_projections_that_make_heads_of_distances_take_no_adapters(save_encoder: Any) -> None:
+    family, fields = ENCODERS["deberta-v3"]
+    model = load_model(ModelConfig.resolve(save_encoder(family, "Model", **fields)[0]))
+    names = {name.rpartition(".")[2] for _, names in projections(model) for name in names}
+    assert names == {"o_proj", "up_proj", "down_proj"}
+
+
+def scheduled(text: list[int], **how: Any) -> ScheduledSequence:
+    return ScheduledSequence(0, tuple(text), 0, (), pooled=PooledRows(0, len(text), PoolSpec("embed")), **how)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("variant", ENCODERS)
+def test_a_replayed_text_has_the_bits_of_the_plain_pass(variant: str, save_encoder: Any) -> None:
+    family, fields = ENCODERS[variant]
+    folder, _ = save_encoder(family, "Model", **fields)
+    model: Any = load_model(ModelConfig.resolve(folder, dtype="bfloat16"))
+    backend, workspace = kernels.backend_for("cpu"), kernels.Workspace()
+    if not backend.can_record:
+        pytest.skip("needs the native kernels")
+    graphs = TextGraphs(model, backend, workspace)
+    texts = [[2, 7, 3], [2, 8, 9, 3], [2, 9, 3], [2, 10, 11, 3], [2, 7, 3]]
+    for text in texts:
+        with workspace:
+            hidden, tensors = graphs.hidden([scheduled(text)])
+        assert tensors.query_start.tolist() == [0, len(text)]
+        assert same_bits(hidden, hidden_states(model, [text])[0])
+
+
+def test_long_texts_pairs_and_adapters_are_not_replayed() -> None:
+    text, can_replay = [2, 7, 3], TextGraphs(None, None, None).can_replay  # type: ignore[arg-type]
+    assert can_replay([scheduled(text)])
+    assert can_replay([scheduled([2] * MAX_TOKENS)])
+    assert not can_replay([scheduled([2] * (MAX_TOKENS + 1))])
+    assert not can_replay([scheduled(text)] * 2)
+    assert not can_replay([scheduled(text, token_type_ids=(0, 0, 1))])
+    assert not can_replay([scheduled(text, adapter=0)])

@@ -98,6 +98,8 @@ CASES: list[dict[str, Any]] = [
     GPTQ | {"desc_act": True, "sym": False, "group_size": 32, "static_groups": True},
     {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"},
     {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True},
+    GPTQ | {"sym": False, "group_size": 96},  # the last group has 32 inputs
+    GPTQ | {"desc_act": True, "group_size": 96, "bits": 8},
 ]
 
 
@@ -136,6 +138,29 @@ def test_modules_may_be_left_out_or_have_a_scheme_of_their_own(
     config = ModelConfig.resolve(to)
     exact = logits_of(ModelConfig.resolve(to / "plain"), paged_run)
     assert (logits_of(config, paged_run) - exact).norm() <= 0.03 * exact.norm()
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("method", ["awq", None])
+def test_the_head_alone_becomes_int8_on_request(
+    method: str | None, is_tied: bool, save_checkpoint: Any, paged_run: Any, tmp_path: Path
+) -> None:
+    folder, _ = save_checkpoint("LlamaForCausalLM", **SMALL, tie_word_embeddings=is_tied)
+    to = folder if method is None else quantized(folder, tmp_path / "q", CASES[7])
+    plain, config = (ModelConfig.resolve(to, head_quantization=each) for each in (None, "int8"))
+    model, before = load_model(config), dict(load_model(plain).weighted_layers())
+    saved, num_bytes = weight_bytes(plain) - weight_bytes(config), 0
+    for name, layer in model.weighted_layers():
+        matrix, old = (getattr(each, "table", getattr(each, "weight", None)) for each in (layer, before[name]))
+        if isinstance(old, kernels.QuantizedWeight | kernels.PackedWeight):
+            is_head = name == ("embed_tokens" if is_tied else "lm_head")
+            assert getattr(matrix, "format", None) == ("int8" if is_head else getattr(old, "format", None)), name
+            num_bytes += old.nbytes - matrix.nbytes
+    assert num_bytes == saved > 0
+    actual, exact = logits_of(config, paged_run), logits_of(plain, paged_run)
+    assert 0 < (actual - exact).norm() <= 0.03 * exact.norm()
+    with pytest.raises(ConfigError, match=r"head_quantization='int4'.* \(allowed: int8\)"):
+        ModelConfig.resolve(to, head_quantization="int4")
 
 
 @pytest.mark.skipif(kernels.isa() == "reference", reason="saved weights are in the native kernels' layout")
@@ -215,6 +240,13 @@ def test_projections_that_share_their_inputs_share_an_order(save_checkpoint: Any
     save_file(tensors | {name: tensors[name].flip(0).contiguous()}, path, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="differs between projections"):
         load_model(ModelConfig.resolve(path.parent))
+
+
+def test_groups_of_awq_must_divide_the_inputs(save_checkpoint: Any, tmp_path: Path) -> None:
+    folder, _ = save_checkpoint("LlamaForCausalLM", **SMALL)
+    to = quantized(folder, tmp_path / "q", CASES[8] | {"group_size": 96})
+    with pytest.raises(CheckpointError, match="AWQ's group_size 96 does not divide the 128 inputs"):
+        load_model(ModelConfig.resolve(to))
 
 
 def test_words_must_be_full(save_checkpoint: Any, tmp_path: Path) -> None:

@@ -4,9 +4,19 @@ import math
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from quire import LLM, InvalidParamsError, InvalidPromptError, PoolingParams, PromptTooLongError, RequestError
+from quire import (
+    LLM,
+    InvalidParamsError,
+    InvalidPromptError,
+    PoolingParams,
+    PromptTooLongError,
+    RequestError,
+    TokenizerError,
+)
 from quire.common.outputs import ClassificationRequestOutput, EmbeddingRequestOutput, ScoringRequestOutput
+from quire.interfaces import running
 
 from .models import BROKEN, NAN
 
@@ -124,11 +134,12 @@ def test_a_longer_text_is_refused_or_cut(encoder: LLM) -> None:
 
 def test_wrong_texts_fail_alone_in_a_list(encoder: LLM) -> None:
     vocab_size = encoder.engine.model_config.vocab_size
-    texts = ["fine", "word " * 100, {"prompt_token_ids": [vocab_size]}, {"prompt_token_ids": []}, "a\ud800", 7, "fine"]
+    texts = ["fine", {"prompt_token_ids": [vocab_size]}, {"prompt_token_ids": []}, "a\ud800", 7, "fine"]
     outputs = encoder.embed(texts, use_tqdm=False)
-    assert [output.error is None for output in outputs] == [True, False, False, False, False, False, True]
+    assert [output.error is None for output in outputs] == [True, False, False, False, False, True]
     assert np.array_equal(outputs[0].outputs.data, outputs[-1].outputs.data)
     assert outputs[1].outputs.embedding == []
+    assert math.isnan(encoder.score(["a", "b"], ["c", "a\ud800"], use_tqdm=False)[1].outputs.score)
     with pytest.raises(InvalidPromptError, match="is empty"):
         encoder.embed({"prompt_token_ids": []})
     assert math.isnan(
@@ -136,6 +147,59 @@ def test_wrong_texts_fail_alone_in_a_list(encoder: LLM) -> None:
             "a", encoder.score("a", "b", use_tqdm=False)[0].outputs.__class__(np.zeros(0, np.float32)), []
         ).outputs.score
     )
+
+
+LONG = {
+    "a text": "word " * 100,
+    "a text with other characters": "\u00e9 " * 30 + "word " * 40,
+    "token ids": {"prompt_token_ids": [9] * 49},
+    "a list of ids": [9] * 49,
+    "a pair": ("a", "word " * 100),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+@pytest.mark.parametrize("call", ["embed", "classify", "encode", "reward"])
+def test_a_text_that_is_too_long_raises_before_any_is_computed(
+    encoder: LLM, kind: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder.engine, "step", lambda: pytest.fail("work began"))
+    with pytest.raises(ValueError, match=r"^prompt 200: the text has \d+ tokens, and the model takes 48: shorten it"):
+        getattr(encoder, call)(["fine"] * 200 + [LONG[kind]])
+    monkeypatch.undo()
+    cut = PoolingParams(truncate_prompt_tokens=-1)
+    assert getattr(encoder, call)(["fine", LONG[kind]], pooling_params=cut, use_tqdm=False)[1].error is None
+
+
+def test_pairs_that_are_too_long_raise_before_any_is_computed(encoder: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder.engine, "step", lambda: pytest.fail("work began"))
+    with pytest.raises(PromptTooLongError, match=r"^prompt 1: .* takes 48"):
+        encoder.score("a", ["b", "word " * 60])
+    monkeypatch.undo()
+    assert encoder.score("a", ["b", "word " * 60], truncate_prompt_tokens=-1, use_tqdm=False)[1].error is None
+
+
+def test_a_text_that_is_found_to_be_too_long_late_raises_too(encoder: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "may_be_too_long", lambda *_: False)
+    with pytest.raises(PromptTooLongError, match="takes 48"):
+        encoder.embed(["fine"] * 100 + ["word " * 100], use_tqdm=False)
+    assert not encoder.engine.has_unfinished_requests()
+
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{{ add_generation_prompt }}"
+
+
+def test_a_template_joins_pairs_as_query_and_document(encoder: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = encoder.score("one", ["two", "three"], chat_template=TEMPLATE, use_tqdm=False)
+    texts = [f"query: one\ndocument: {other}\nFalse" for other in ("two", "three")]
+    assert [output.prompt for output in outputs] == texts
+    expected = encoder.encode(texts, pooling_task="score", use_tqdm=False)
+    assert [output.outputs.score for output in outputs] == [output.outputs.data[0] for output in expected]
+    with pytest.raises(TokenizerError, match="chat template"):
+        encoder.score("one", "two", chat_template="no such template")
+    monkeypatch.setattr(encoder.engine, "pooler", replace(encoder.engine.pooler, tasks=("embed",)))
+    with pytest.raises(InvalidParamsError, match="chat_template is for models that read both texts"):
+        encoder.score("one", "two", chat_template=TEMPLATE)
 
 
 @pytest.mark.parametrize("types", [[0], [0, 1, 0, 0], [0, -1], [0, 2**15], "ab", [0, True]])

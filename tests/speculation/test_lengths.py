@@ -6,6 +6,7 @@ import pytest
 
 from quire.engine.drafting.lengths import best_lengths, first_lengths, least_odds
 from quire.engine.drafting.row_times import RowTimes
+from quire.engine.drafting.search_time import SearchTime
 
 
 def test_drafts_that_cost_nothing_are_all_verified() -> None:
@@ -106,3 +107,42 @@ def test_what_says_nothing_is_not_learned(rows: int, seconds: float) -> None:
     times = RowTimes()
     times.observe(rows, seconds)
     assert times.shape(4) == RowTimes().shape(4)
+
+
+def test_numbers_of_drafts_that_are_chosen_have_gaps_that_grow() -> None:
+    chosen = {best_lengths([[1.0] * 32], 1.0, lambda n: 1.0, most)[0] for most in range(1, 33)}
+    assert chosen == {*range(1, 8), *range(8, 16, 2), *range(16, 32, 4), 32}
+
+
+def test_searches_that_save_nothing_take_a_small_share_of_the_time() -> None:
+    left, num_searches = SearchTime(), 0
+    for _ in range(1000):
+        if left.is_left:
+            num_searches += 1
+            left.spend(0.1)
+        left.observe_steps(1.0, 1, 4)
+    assert 95 < num_searches < 105
+
+
+def test_accepted_drafts_pay_for_searches() -> None:
+    left = SearchTime()
+    left.observe_steps(1.0, 1, 4)
+    left.spend(0.2)
+    assert not left.is_left
+    left.observe_accepted(1)
+    assert not left.is_left
+    left.observe_accepted(1)
+    assert left.is_left
+
+
+def test_one_step_is_the_most_that_is_saved_up_or_owed() -> None:
+    left = SearchTime()
+    left.observe_steps(1.0, 8, 1)
+    left.observe_accepted(100)
+    left.spend(0.9)
+    assert left.is_left
+    left.spend(50.0)
+    left.observe_steps(1.0, 98, 1)
+    assert not left.is_left
+    left.observe_steps(1.0, 3, 1)
+    assert left.is_left

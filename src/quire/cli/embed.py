@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.cli.arguments.options import add_engine_arguments, add_model_argument, load_llm
-from quire.common.errors import InvalidPromptError, QuireError
+from quire.common.errors import InvalidPromptError, PromptTooLongError, QuireError
 from quire.common.params import PoolingParams
 
 if TYPE_CHECKING:
@@ -66,7 +66,10 @@ def run(options: argparse.Namespace) -> int:
     arrays: list[np.ndarray] = []
     piece = first
     while piece:
-        outputs = llm.embed(piece, pooling_params=params)
+        try:
+            outputs = llm.embed(piece, pooling_params=params)
+        except PromptTooLongError as error:
+            raise PromptTooLongError(f"of the texts from number {start} on, {error}") from error
         _check(outputs, start)
         if options.output is None:
             for i, (text, output) in enumerate(zip(piece, outputs, strict=True), start=start):

@@ -109,6 +109,9 @@ class EngineArgs(metaclass=_NamesChecked):
     )
     dtype: str = arg("auto", "auto, bfloat16 or float32; float16 checkpoints compute in bfloat16")
     quantization: str | None = arg(None, "int8 or int4: quantize the weights while they are loaded; none: do not")
+    head_quantization: str | None = arg(
+        None, "int8: quantize the output head while it is loaded, where the checkpoint has it in plain numbers"
+    )
     weights_from_file: str = arg(
         "auto",
         "experts of a folder that `quire quantize` saved: auto (read from the file when they are needed, if the model "
@@ -235,6 +238,7 @@ class EngineArgs(metaclass=_NamesChecked):
             hf_overrides=self.hf_overrides or {},
             override_generation_config=overridden,
             model_impl=self.model_impl,
+            head_quantization=self.head_quantization,
             weights_from_file=self.weights_from_file,
             runner=self.runner,
             convert=self.convert,

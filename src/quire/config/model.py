@@ -63,6 +63,8 @@ class ModelConfig:
     """Those of generation_config.json, or else of config.json; may be empty."""
     model_impl: str = "quire"
     """Whose modules run the architecture: `quire` or `transformers`."""
+    head_quantization: str | None = None
+    """`int8`: the head becomes that where the checkpoint has plain numbers; it does too with a `quantization`."""
     weights_from_file: str = "auto"
     """One of WEIGHTS_FROM_FILE; the memory plan replaces `auto` with `always` if the weights do not fit."""
     runner: str = "generate"
@@ -84,6 +86,7 @@ class ModelConfig:
         hf_overrides: Mapping[str, Any] = MappingProxyType({}),
         override_generation_config: Mapping[str, Any] = MappingProxyType({}),
         model_impl: str = "auto",
+        head_quantization: str | None = None,
         weights_from_file: str = "auto",
         runner: str = "auto",
         convert: str = "auto",
@@ -102,6 +105,8 @@ class ModelConfig:
         """
         check_choice("dtype", dtype, ("auto", *_DTYPES))
         check_quantization(quantization)
+        if head_quantization is not None:
+            check_choice("head_quantization", head_quantization, ("int8",))
         check_choice("weights_from_file", weights_from_file, WEIGHTS_FROM_FILE)
         name = EMBEDDED_CHECKPOINTS[0] if model is None else str(model)
         location = Location(name, gguf_file, revision, download_dir)
@@ -142,6 +147,7 @@ class ModelConfig:
             max_model_len=_trained_length(path, max_positions) if runner == "pooling" else max_positions,
             eos_token_ids=eos if eos is not None else hf.token_ids("eos_token_id") or frozenset(),
             model_impl=model_impl,
+            head_quantization=head_quantization,
             weights_from_file=weights_from_file,
             runner=runner,
             convert=convert,

@@ -52,10 +52,9 @@ _Pooled = TypeVar("_Pooled", bound=PoolingRequestOutput[Any])
 class LLM:
     """Generates outputs for many prompts at once. It is a thin adapter over one engine, its attribute `engine`.
 
-    The arguments are the fields of EngineArgs; the default model is the embedded checkpoint. `logits_processors` are
-    classes that may change the logits of every request (quire.v1.sample.logits_processor). Raises ConfigError for an
-    argument that is unknown or out of range, CheckpointError for a checkpoint that is missing or damaged, and
-    OutOfMemoryError if the memory does not suffice. An LLM must be used by one thread only.
+    The arguments are those of EngineArgs; the default model is the embedded checkpoint. `logits_processors` are classes
+    that may change the logits of every request (quire.v1.sample.logits_processor). Raises ConfigError, CheckpointError
+    for a missing or damaged checkpoint, and OutOfMemoryError. An LLM must be used by one thread only.
     """
 
     def __init__(
@@ -234,8 +233,8 @@ class LLM:
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pool one text or each of a list, as `pooling_task` says, and return the outputs in the order of the texts.
 
-        The model must pool (docs/embeddings.md). Prompts have the forms of `generate`, and invalid ones are handled as
-        there. `pooling_task` and `truncate_prompt_tokens` replace those of the parameters.
+        Prompts and errors are as for `generate`, but a prompt that is too long raises before any is computed.
+        `pooling_task` and `truncate_prompt_tokens` replace parameters.
         """
         given = {"task": pooling_task, "truncate_prompt_tokens": truncate_prompt_tokens}
         return self._pool(VECTORS, prompts, pooling_params, given, use_tqdm, lora_request)
@@ -287,16 +286,20 @@ class LLM:
         use_tqdm: BarChoice = True,
         pooling_params: PoolingParams | None = None,
         lora_request: AnyAdapter | Sequence[AnyAdapter] = None,
+        chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """Return how well texts fit together: one text with each of `data_2`, or each with its own.
 
-        A cross-encoder reads both texts of a pair at once. With an embedder the score is the cosine of the angle
-        between their embeddings.
+        A cross-encoder reads both texts at once, joined by the tokenizer, or by `chat_template` as messages of a
+        `query` and a `document`. With an embedder the score is the cosine of their embeddings.
         """
         pairs = ScoredPairs.of(data_1, data_2)
         given = {"task": "score", "truncate_prompt_tokens": truncate_prompt_tokens}
         if "score" in self._pooler().tasks:
-            return self._pool(SCORES, list(pairs), pooling_params, given, use_tqdm, lora_request)
+            prompts = pairs.joined(self.engine.tokenizer, chat_template)
+            return self._pool(SCORES, prompts, pooling_params, given, use_tqdm, lora_request)
+        if chat_template is not None:
+            raise InvalidParamsError("chat_template is for models that read both texts of a pair, and this one embeds")
         texts, given["task"] = [*pairs.firsts, *pairs.seconds], "embed"
         return pairs.by_cosine(self._pool(EMBEDDINGS, texts, pooling_params, given, use_tqdm, lora_request))
 

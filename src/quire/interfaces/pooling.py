@@ -31,9 +31,14 @@ from quire.common.outputs import (
 from quire.common.params import PoolingParams
 from quire.engine.requests.input_processor import Prompt
 from quire.engine.requests.pooling import PoolingInputs
+from quire.text.tokenizer.tokenizer import Tokenizer
 
 PIECE = 64
 """Number of texts that a thread tokenizes before it is asked for more."""
+_EXPANSION = 18
+"""The most characters that Unicode normalization makes of one (NFKC of U+FDFA)."""
+_SPECIAL_TOKENS = 8
+"""More than a tokenizer's template adds to a text or a pair."""
 Pair: TypeAlias = tuple[str, str]
 """Two texts that are scored together."""
 Tokenized: TypeAlias = Prompt | RequestError | RequestFailedError
@@ -94,9 +99,21 @@ def _tokenized(inputs: PoolingInputs, prompt: Any, params: PoolingParams, spec: 
         salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
         made = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": salt}
     else:
+        ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+        if isinstance(ids, list | tuple) and params.truncate_prompt_tokens is None:
+            inputs.check_length(len(ids), spec)
         return prompt  # type: ignore[no-any-return]
     inputs.check_length(len(token_ids), spec)
     return made
+
+
+def may_be_too_long(inputs: PoolingInputs, prompt: Any) -> bool:
+    """Whether a prompt may have more tokens than the model takes, as far as can be said without tokenizing it."""
+    texts = prompt if isinstance(prompt, tuple) else (_text(prompt),)
+    if inputs.info is None or not all(isinstance(text, str) for text in texts):
+        return True
+    limit = min(inputs.max_tokens, inputs.info.max_whole_tokens) - _SPECIAL_TOKENS
+    return sum(len(text) if text.isascii() else _EXPANSION * len(text) for text in texts) > limit
 
 
 def _text(prompt: Any) -> str | None:
@@ -129,6 +146,15 @@ class ScoredPairs:
 
     def __iter__(self) -> Any:
         return iter([(self.firsts[i if len(self.firsts) > 1 else 0], text) for i, text in enumerate(self.seconds)])
+
+    def joined(self, tokenizer: Tokenizer, chat_template: str | None) -> list[str | Pair]:
+        """Return the pairs, or with a template the texts that it makes of them. Raises TokenizerError for a template
+        that is wrong."""
+        if chat_template is None:
+            return list(self)
+        made = [[{"role": "query", "content": a}, {"role": "document", "content": b}] for a, b in self]
+        given: dict[str, Any] = {"chat_template": chat_template, "add_generation_prompt": False}
+        return [tokenizer.apply_chat_template(messages, **given) for messages in made]
 
     def by_cosine(self, outputs: list[EmbeddingRequestOutput]) -> list[ScoringRequestOutput]:
         """Return the scores of the pairs from the embeddings of `firsts` and then `seconds`: the cosines of their

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from typing import Any
 
-from quire.common.errors import RequestError, RequestFailedError
+from quire.common.errors import PromptTooLongError, RequestError, RequestFailedError
 from quire.common.interrupts import interrupt_deferred
 from quire.common.log import logger
 from quire.common.outputs import RequestOutput
@@ -17,7 +19,7 @@ from quire.common.progress import BarChoice, PromptsBar
 from quire.engine.adapters import AnyAdapter
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.requests.input_processor import Prompt
-from quire.interfaces.pooling import PIECE, Pair, Tokenized, tokenized
+from quire.interfaces.pooling import PIECE, Pair, Tokenized, may_be_too_long, tokenized
 from quire.interfaces.prompts import rejected
 
 Ready = Callable[[int], int]
@@ -36,14 +38,16 @@ class Run:
         *,
         alone: bool,
         ready: Ready | None = None,
+        raised: tuple[type[RequestError], ...] = (),
     ) -> None:
-        """With `alone`, an invalid request raises; otherwise its error is in its output. Without `ready`, all requests
-        are added before the first step."""
+        """With `alone`, an invalid request raises, and so do the errors `raised`; otherwise its error is in its output.
+        Without `ready`, all requests are added before the first step."""
         self._engine = engine
         self._request_ids = request_ids
         self._prompts = prompts
         self._add = add
         self._alone = alone
+        self._raised = raised
         self._ready = ready or (lambda num_running: len(prompts))
         self._outputs: list[RequestOutput | None] = [None] * len(prompts)
         self._places: dict[str, int] = {}
@@ -90,7 +94,7 @@ class Run:
             self._add(request_id, place)
             self._places[request_id] = place
         except (RequestError, RequestFailedError) as error:
-            if self._alone:
+            if self._alone or isinstance(error, self._raised):
                 raise
             self._outputs[place] = rejected(request_id, self._prompts[place], error)
             bar.update(1)
@@ -122,7 +126,11 @@ class TokenizedFeed:
 
     def _begin_piece(self) -> None:
         piece = self._places[self._num_ready : self._num_ready + PIECE]
-        self._piece = self._thread.submit(self._tokenize, piece) if piece else None
+        if len(self._places) <= PIECE and piece:  # the first step has to wait for them all
+            self._piece = Future()
+            self._piece.set_result(self._tokenize(piece))
+        else:
+            self._piece = self._thread.submit(self._tokenize, piece) if piece else None
 
     def ready(self, num_running: int) -> int:
         """Return how many prompts `take` has; waits for the next ones only if no request runs."""
@@ -162,7 +170,7 @@ def run_pooling(
     alone: bool,
     use_tqdm: BarChoice,
 ) -> list[RequestOutput]:
-    """Run pooling requests, and tokenize texts meanwhile. Raises as `LLM.encode`."""
+    """Run pooling requests, and tokenize texts meanwhile: those that may be too long before. Raises as `LLM.encode`."""
     inputs = engine.inputs.pooling
     for each in {id(each): each for each in params}.values():
         inputs.check_params(each)
@@ -174,8 +182,28 @@ def run_pooling(
             found += tokenized(inputs, [prompts[place] for place in piece], params[piece[0]])
         return found
 
+    early = dict[int, Tokenized]()
+    for place in range(len(prompts)):
+        if params[place].truncate_prompt_tokens is None and may_be_too_long(inputs, prompts[place]):
+            (made,) = tokenize((place,))
+            if isinstance(made, PromptTooLongError):
+                raise made if alone else PromptTooLongError(f"prompt {place}: {made}")
+            early[place] = _with_ids(made, partial(array, "i"))
+
+    def tokenize_others(places: Sequence[int]) -> list[Tokenized]:
+        others = iter(tokenize([place for place in places if place not in early]))
+        return [_with_ids(early.pop(place), list) if place in early else next(others) for place in places]
+
     def add(request_id: str, place: int) -> None:
         engine.add_request(request_id, feed.take(place), params[place], lora_request=adapters[place])
 
-    with closing(TokenizedFeed(len(prompts), tokenize, 2 * engine.scheduler.config.max_num_seqs)) as feed:
-        return Run(engine, request_ids, prompts, add, alone=alone, ready=feed.ready).outputs(use_tqdm)
+    with closing(TokenizedFeed(len(prompts), tokenize_others, 2 * engine.scheduler.config.max_num_seqs)) as feed:
+        run = Run(engine, request_ids, prompts, add, alone=alone, ready=feed.ready, raised=(PromptTooLongError,))
+        return run.outputs(use_tqdm)
+
+
+def _with_ids(prompt: Tokenized, kind: Callable[[Any], Any]) -> Any:
+    """The prompt of a text, with its token ids as another sequence: an array takes an eighth of a list's memory."""
+    if not isinstance(prompt, dict) or not isinstance(prompt.get("prompt_token_ids"), list | array):
+        return prompt
+    return {**prompt, "prompt_token_ids": kind(prompt["prompt_token_ids"])}

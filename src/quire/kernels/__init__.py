@@ -55,6 +55,7 @@ from quire.kernels.weights import (
     LoRAWeight,
     Matrix,
     PackedWeight,
+    PlacedIntegers,
     QuantizedWeight,
     StackedWeight,
 )
@@ -80,6 +81,7 @@ __all__ = [
     "Matrix",
     "Meter",
     "PackedWeight",
+    "PlacedIntegers",
     "QuantizedWeight",
     "Routing",
     "SamplingTensors",

@@ -6,6 +6,7 @@ native kernels give exactly its bits. Weights of other tools keep their values, 
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from quire.common.errors import KernelError
 from quire.kernels.backends import backend_for, backend_of
 from quire.kernels.backends.reference_blocks import BLOCKS
 from quire.kernels.checks import DTYPES, describe, refusal
-from quire.kernels.weights import BLOCK_FORMATS, QUANTIZED_FORMATS, QuantizedWeight
+from quire.kernels.weights import BLOCK_FORMATS, QUANTIZED_FORMATS, PlacedIntegers, QuantizedWeight
 
 _MAX_K = 65536
 """A sum of at most this many products of bytes fits an int32."""
@@ -79,61 +80,68 @@ def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
 def pack_blocks(rows: Tensor, k: int, dtype: torch.dtype, format: str) -> QuantizedWeight:
     """A weight [n, k] from rows of ggml's blocks: uint8 [n, k / elements * bytes], contiguous in a row (`block_size`).
 
-    `dtype` is that of the rows it will be multiplied with. Its scales are taken as they are, even infinities.
+    `dtype` is that of the rows it will be multiplied with. Raises KernelError if a scale or minimum is not finite.
     """
     if format in BLOCK_FORMATS and rows.dim() == 2 and rows.dtype is torch.uint8 and dtype in DTYPES:
         elements, num_bytes = block_size(format)
         if k % elements == 0 and k <= _MAX_K and rows.shape[1] == k // elements * num_bytes and _has_whole_rows(rows):
-            return backend_of(rows).pack_blocks(rows, k, dtype, format)
+            return _finite(backend_of(rows).pack_blocks(rows, k, dtype, format))
     takes = f"rows uint8 [n, bytes of {k} elements <= {_MAX_K} in whole blocks] and format {', '.join(BLOCK_FORMATS)}"
     raise refusal("pack_blocks", takes, rows=rows, k=k, format=format, dtype=dtype)
 
 
 def pack_integers(
-    integers: Tensor,
+    parts: Sequence[PlacedIntegers],
     scales: Tensor,
     zeros: Tensor | None,
     dtype: torch.dtype,
-    bits: int,
     scale_range: int,
     order: Tensor | None = None,
 ) -> QuantizedWeight:
     """A weight [n, k] of (integer - zero) * scale, where `scale_range` neighbours along k share scale and zero.
 
-    integers uint8 [n, k] below 2 ** bits (4 or 8); scales [n, ranges] float16, bfloat16 or float32; zeros uint8
-    [n, ranges], or None where all are 2 ** (bits - 1). `scale_range` is a multiple of 32, or at least k. uint8 scales
-    and 4 bits are MXFP4: bits of its numbers, and exponents for each 32. All contiguous. `dtype` is that of the rows
-    that it will be multiplied with. Column j is multiplied with x's column `order[j]`, int32 [k], if that is given.
+    parts: integers of equal bits, those of each below those of the one before. scales [n, ranges] float16, bfloat16 or
+    float32; zeros uint8 [n, ranges], or None where all are 2 ** (bits - 1). `scale_range` is a multiple of 32, or at
+    least k. uint8 scales and 4 bits are MXFP4: bits of its numbers, and exponents for each 32. All contiguous. `dtype`
+    is that of the rows that it will be multiplied with. Column j is multiplied with x's column `order[j]`, int32 [k],
+    if that is given. Raises KernelError if a scale is not finite.
     """
-    n, k = integers.shape if integers.dim() == 2 else (0, 0)
+    n, k, bits = sum(len(part.rows) for part in parts), len(parts[0].columns), parts[0].bits
     is_float4 = scales.dtype is torch.uint8 and bits == 4 and scale_range == 32 and zeros is None
     ranges = (n, -(-k // max(scale_range, 1)))
     if not (
-        integers.dim() == 2
-        and integers.dtype is torch.uint8
-        and bits in (4, 8)
+        bits in (4, 8)
+        and all(_fits(part, bits, k) for part in parts)
         and k <= _MAX_K
         and (is_float4 or scales.dtype in _SCALES)
         and scale_range > 0
         and (scale_range % 32 == 0 or scale_range >= k)
         and scales.shape == ranges
         and (zeros is None or (zeros.dtype is torch.uint8 and zeros.shape == ranges and zeros.is_contiguous()))
-        and integers.is_contiguous()
         and scales.is_contiguous()
         and dtype in DTYPES
         and (order is None or _is_order(order, k))
     ):
         takes = (
-            f"contiguous integers uint8 [n, k <= {_MAX_K}], scales [n, ranges] float16, bfloat16 or float32, zeros "
-            "uint8 [n, ranges] or None, bits 4 or 8, scale_range a multiple of 32 or at least k, order int32 [k] with "
-            "each column once, or None"
+            f"contiguous integers [n, k <= {_MAX_K}] of 4 or 8 bits inside of their tensors, scales [n, ranges] "
+            "float16, bfloat16 or float32, zeros uint8 [n, ranges] or None, scale_range a multiple of 32 or at least "
+            "k, order int32 [k] with each column once, or None"
         )
-        given = {"integers": integers, "scales": scales, "zeros": zeros, "bits": bits, "scale_range": scale_range}
-        raise refusal("pack_integers", takes, **given)
+        raise refusal("pack_integers", takes, parts=parts, scales=scales, zeros=zeros, scale_range=scale_range)
     format = integer_format(bits, scales.dtype, has_zeros=zeros is not None)
     scale_range = 0 if is_float4 else -(-scale_range // 32) * 32
-    packed = backend_of(integers).pack_integers(integers, scales, zeros, dtype, format, scale_range)
+    packed = _finite(backend_of(scales).pack_integers(parts, scales, zeros, dtype, format, scale_range))
     return packed if order is None else dataclasses.replace(packed, order=order)
+
+
+def _fits(part: PlacedIntegers, bits: int, k: int) -> bool:
+    return part.bits == bits and len(part.columns) == k and part.data.is_contiguous() and part.are_inside()
+
+
+def _finite(weight: QuantizedWeight | None) -> QuantizedWeight:
+    if weight is None:
+        raise KernelError("scales are not finite")
+    return weight
 
 
 def _is_order(order: Tensor, k: int) -> bool:

@@ -1,8 +1,10 @@
 """Weights in the layout that a backend's kernels read."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +23,7 @@ INTEGER_FORMATS = tuple(
 point beside it or the zero 8 or 128: what `pack_integers` takes besides `mxfp4`."""
 FORMATS = (*QUANTIZED_FORMATS, *BLOCK_FORMATS, *INTEGER_FORMATS)
 """All formats of quantized weights. A format's index here is its number in csrc/quantized/layout.h."""
+_ALL = slice(None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,6 +91,46 @@ class QuantizedWeight:
         """Bytes kept, padding included."""
         parts = (self.data, self.order, self.scales, self.mins, self.factors)
         return sum(part.nbytes for part in parts if part is not None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedIntegers:
+    """Integers [n, k] of 4 or 8 bits, wherever in a tensor a tool has put them.
+
+    That of row i and column j begins `rows[i] + columns[j]` bits from the start. It lies inside of a byte.
+    """
+
+    data: Tensor
+    """Contiguous, of any dtype."""
+    bits: int
+    rows: Tensor
+    """int64 [n]"""
+    columns: Tensor
+    """int64 [k]"""
+
+    @classmethod
+    def in_bytes(cls, integers: Tensor, bits: int) -> "PlacedIntegers":
+        """Those of uint8 [n, k], contiguous, one in each byte."""
+        n, k = integers.shape
+        return cls(integers, bits, torch.arange(n) * 8 * k, torch.arange(k) * 8)
+
+    def in_order(self, order: Tensor) -> "PlacedIntegers":
+        """The columns that `order` [k] names."""
+        return dataclasses.replace(self, columns=self.columns[order])
+
+    def values(self, rows: slice = _ALL) -> Tensor:
+        """The integers of some rows, uint8 [rows, k]."""
+        places = self.rows[rows].numpy()[:, None] + self.columns.numpy()  # torch would wait for its threads
+        parts = self.data.reshape(-1).view(torch.uint8).numpy()[places >> 3]
+        return torch.from_numpy(parts >> (places & 7).astype(np.uint8) & np.uint8(2**self.bits - 1))
+
+    def are_inside(self) -> bool:
+        """Whether each integer is in the tensor, and inside of a byte."""
+        if self.data.is_meta or not self.rows.numel() or not self.columns.numel():
+            return True
+        (first, last), (left, right) = self.rows.aminmax(), self.columns.aminmax()
+        is_whole = not any(bool((places % self.bits).any()) for places in (self.rows, self.columns))
+        return is_whole and int(first + left) >= 0 and int(last + right) + self.bits <= 8 * self.data.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -59,7 +59,7 @@ class Model(nn.Module, ABC):
 
     @classmethod
     def folders(cls, config: ModelConfig) -> Mapping[str, Path]:
-        """Folders of more weights, by what the names of their tensors are preceded by here."""
+        """Folders or files of more weights, by what the names of their tensors are preceded by here."""
         return {}
 
     @abstractmethod

@@ -30,9 +30,13 @@ def model_class(architecture: str, model_impl: str = "quire") -> "type[Model]":
     path = MODELS.get(architecture) or POOLING_MODELS.get(architecture)
     if path is None:
         raise unsupported(architecture)
-    module, name = path.split(":")
+    module, name, *kind = path.split(":")
     model: type[Model] = getattr(importlib.import_module(module), name)
-    return model
+    if not kind:
+        return model
+    from quire.models.pooling.model import Kind, pooled
+
+    return pooled(model, Kind[kind[0]])
 
 
 def described_models() -> Iterator[tuple[str, str]]:

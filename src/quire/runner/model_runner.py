@@ -18,6 +18,7 @@ from quire.runner.decode_graphs import DecodeGraphs
 from quire.runner.pooling import PooledReader
 from quire.runner.row_layout import RowLayout, row_layout
 from quire.runner.sampling.sampler import Sampler, score
+from quire.runner.text_graphs import TextGraphs
 
 
 class ModelRunner:
@@ -43,9 +44,12 @@ class ModelRunner:
         self._workspace = backend.workspace()
         self._sampler = Sampler(backend, logprobs_mode)
         self._graphs: DecodeGraphs | None = None
+        self._texts: TextGraphs | None = None
         self._read: LogitsReader | PooledReader
         if isinstance(model, PoolingModel):
             self._read = PooledReader(model.pooler)
+            if not kv and backend.can_record and model.can_record:
+                self._texts = TextGraphs(model, backend, self._workspace)
         else:
             self._graphs = DecodeGraphs(model, kv, block_size, -(-max_model_len // block_size), self._workspace)
             self._read = LogitsReader(model, self._sampler)
@@ -72,6 +76,8 @@ class ModelRunner:
 
     def _call(self, sequences: Sequence[ScheduledSequence]) -> StepResult:
         """Call the model, and read the rows that the sequences want."""
+        if self._texts is not None and self._texts.can_replay(sequences):
+            return self._read(*self._texts.hidden(sequences), sequences)
         tensors = build_tensors(sequences, self.block_size)
         hidden = self.model(tensors, self.kv)  # [num_tokens, hidden]
         return self._read(hidden, tensors, sequences)

@@ -18,7 +18,7 @@ from quire.server.api.messages import endpoint as messages
 from quire.server.api.ollama import embed as ollama_embed
 from quire.server.api.ollama import endpoint as ollama
 from quire.server.api.ollama import models as ollama_models
-from quire.server.api.pooling import scores, vectors
+from quire.server.api.pooling import cohere, scores, vectors
 from quire.server.api.responses import endpoint as responses
 from quire.server.api.tokens import endpoint as tokens
 from quire.server.http import openapi
@@ -42,6 +42,7 @@ ROUTES: tuple[Endpoint, ...] = (
     *ollama_models.ENDPOINTS,
     *models.ENDPOINTS,
     *vectors.ENDPOINTS,
+    *cohere.ENDPOINTS,
     *scores.ENDPOINTS,
     *tokens.ENDPOINTS,
     *health.ENDPOINTS,

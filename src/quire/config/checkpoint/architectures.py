@@ -83,6 +83,7 @@ _ENCODERS = {
     "Albert": "albert:Albert",
     "Bert": "bert:Bert",
     "Camembert": "roberta:Roberta",
+    "DebertaV2": "deberta_v2:DebertaV2",
     "DistilBert": "distilbert:DistilBert",
     "Electra": "electra:Electra",
     "Gte": "rotated:Gte",
@@ -94,21 +95,31 @@ _ENCODERS = {
     "XLMRoberta": "roberta:Roberta",
 }
 _HEADS = {
-    "ForMaskedLM": "Model",
-    "ForSequenceClassification": "ForSequenceClassification",
-    "ForTokenClassification": "ForTokenClassification",
-    "Model": "Model",
+    "ForMaskedLM": "EMBED",
+    "ForSequenceClassification": "CLASSIFY",
+    "ForTokenClassification": "TOKEN_CLASSIFY",
+    "Model": "EMBED",
 }
-"""What a checkpoint was saved with -> what is run of it."""
+"""What a checkpoint was saved with -> the kind of model that is run of it."""
+_DECODERS = ("Gemma2", "Gemma3Text", "Llama", "Mistral", "Qwen2", "Qwen3")
 POOLING_MODELS = {
-    f"{family}{head}": f"quire.models.families.encoders.{path}{kept}"
+    f"{family}{head}": f"quire.models.families.encoders.{path}:{kind}"
     for family, path in _ENCODERS.items()
-    for head, kept in _HEADS.items()
-} | {
-    f"{family}ForSequenceClassification": f"quire.models.pooling.classifiers:{family}ForSequenceClassification"
-    for family in ("Gemma2", "Llama", "Mistral", "Qwen2", "Qwen3")
+    for head, kind in _HEADS.items()
 }
-"""The same for architectures that make embeddings, scores or classes of texts, and do not generate."""
+POOLING_MODELS |= {
+    f"{family}{head}": f"{MODELS[family.removesuffix('Text') + 'ForCausalLM']}:{_HEADS[head]}"
+    for family in _DECODERS
+    for head in ("Model", "ForSequenceClassification")
+}
+POOLING_MODELS |= {
+    "BgeM3EmbeddingModel": "quire.models.families.encoders.roberta:Roberta:MULTI_EMBED",
+    "HF_ColBERT": "quire.models.families.encoders.bert:Bert:TOKEN_EMBED",
+    "Qwen2ForProcessRewardModel": f"{MODELS['Qwen2ForCausalLM']}:STEP_REWARD",
+    "Qwen2ForRewardModel": f"{MODELS['Qwen2ForCausalLM']}:REWARD",
+}
+"""The same for architectures that make embeddings, scores or classes of texts, and do not generate: module, class of
+the body, and Kind of the model."""
 
 
 def supported_architecture(hf: HFConfig) -> str:
@@ -118,24 +129,18 @@ def supported_architecture(hf: HFConfig) -> str:
     if isinstance(named, list) and named and isinstance(named[0], str):
         if named[0] in MODELS or named[0] in POOLING_MODELS:
             return named[0]
-        raise unsupported(named[0], f"{hf.source}: ")
-    families = {
-        re.sub(
-            "(Model|For(CausalLM|ConditionalGeneration|MaskedLM|(Sequence|Token)Classification))$|LMHeadModel$",
-            "",
-            name,
-        ).lower()
-        for name in (*MODELS, *POOLING_MODELS)
-    }
-    if named is None and isinstance(model_type, str) and model_type.replace("_", "").lower() not in families:
+        raise unsupported(named[0], f"{hf.source}: ", needs_code=hf.get("auto_map") is not None)
+    families = {re.sub(r"(For[A-Z]\w*|LMHeadModel|Model)$", "", name).lower() for name in (*MODELS, *POOLING_MODELS)}
+    if named is None and isinstance(model_type, str) and re.sub("[_-]", "", model_type).lower() not in families:
         raise unsupported(model_type, f"{hf.source}: ")
     raise CheckpointError(f"{hf.source}: 'architectures' is {named!r}, but must be a list that names the model's class")
 
 
-def unsupported(name: str, where: str = "") -> UnsupportedModelError:
-    """The error for an architecture that Quire does not run."""
+def unsupported(name: str, where: str = "", *, needs_code: bool = False) -> UnsupportedModelError:
+    """The error for an architecture that Quire does not run. `needs_code`: it is defined in the checkpoint alone."""
     known = ", ".join(sorted((*MODELS, *POOLING_MODELS)))
+    why = ": it is defined by code that comes with the checkpoint (auto_map)" if needs_code else ""
     return UnsupportedModelError(
-        f"{where}the architecture {name[:80]!r} is not supported (supported: {known}; "
+        f"{where}the architecture {name[:80]!r} is not supported{why} (supported: {known}; "
         "a checkpoint's own Python code is never run)"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quire.common.errors import CheckpointError
 from quire.config.checkpoint.gguf.files import is_gguf, parts_of
-from quire.config.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, open_safetensors
+from quire.config.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, open_safetensors, read_header
 from quire.config.checkpoint.tensors import Checkpoint, MappedCheckpoint
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
@@ -39,13 +39,13 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def with_folders(checkpoint: Checkpoint, folders: Mapping[str, Path]) -> Checkpoint:
-    """The checkpoint and the tensors of more folders of safetensors, each under its prefix."""
+    """The checkpoint and the tensors of more folders or files of safetensors, each under its prefix."""
     if not folders:
         return checkpoint
     assert isinstance(checkpoint, MappedCheckpoint)  # what has such folders is a folder
     tensors = dict(checkpoint.tensors)
     for prefix, folder in folders.items():
-        opened = open_safetensors(folder).tensors
+        opened = read_header(folder) if folder.is_file() else open_safetensors(folder).tensors
         tensors |= {f"{prefix}{name}": replace(info, name=f"{prefix}{name}") for name, info in opened.items()}
     return MappedCheckpoint(tensors)
 

@@ -41,7 +41,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "PhiForCausalLM": {"partial_rotary_factor": 0.5},
 }
 """Architecture -> values that its published configs leave out. Of BLOOM and Falcon, the length trained on."""
-_AFTER_PADDING = re.compile("^(Roberta|XLMRoberta|Camembert|MPNet)(For|Model)")
+_AFTER_PADDING = re.compile("^(Roberta|XLMRoberta|Camembert|MPNet|BgeM3Embedding)(For|Model)")
 """Architectures whose tables of positions begin with rows that no token has, up to that of the padding token."""
 _TEXT_PART = "text_config"
 _NESTED = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")

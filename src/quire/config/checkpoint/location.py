@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quire.common.errors import CheckpointError, ConfigError, nearest_name
 from quire.common.progress import hub_bar
@@ -114,6 +115,8 @@ class Location:
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
         from huggingface_hub.utils.tqdm import tqdm
 
+        # The hub's error derives from the general one of the library that it uses for HTTP: requests, httpx or httpx2.
+        errors: tuple[Any, ...] = (*HfHubHTTPError.__bases__, HFValidationError, OSError, ValueError)
         try:
             folder = huggingface_hub.snapshot_download(
                 hub_id,
@@ -123,7 +126,7 @@ class Location:
                 ignore_patterns=list(others),
                 tqdm_class=hub_bar(tqdm, hub_id),
             )
-        except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        except errors as error:
             raise CheckpointError(
                 f"there is no folder {self.name!r}, and it cannot be downloaded from the hub either: {error}"
             ) from error

@@ -18,7 +18,8 @@ WEIGHTS_FILE = "model.safetensors"
 _MAX_MODULES = 16
 _MAX_PROMPTS = 1024
 _FOLDER = re.compile(r"[A-Za-z0-9][\w-]*")
-_TYPE = re.compile(r"sentence_transformers(\.\w+)+")
+_TYPE = re.compile(r"sentence_transformers(\.\w+)+|pylate\.models\.Dense\.Dense")
+"""Besides those of sentence-transformers, PyLate's layer for vectors of tokens (ColBERT), which have length 1."""
 _TRANSFORMER_FILES = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -118,7 +119,7 @@ def read_modules(folder: Path, hidden_size: int) -> SentenceModules | None:
     read = _Modules(path, hidden_size)
     for index, entry in enumerate(entries):
         read.add(index, HFConfig(entry, f"{path}: module {index}"))
-    return SentenceModules(read.modes, tuple(read.steps), read.normalizes)
+    return SentenceModules(read.modes, tuple(read.steps), read.normalizes or read.are_late)
 
 
 class _Modules:
@@ -128,6 +129,8 @@ class _Modules:
         self.modes: tuple[str, ...] = ()
         self.steps: list[DenseModule | NormModule] = []
         self.normalizes = False
+        self.are_late = False
+        """Whether vectors of tokens are compared, and none are pooled (PyLate)."""
         self._path, self._width = path, hidden_size
 
     def add(self, index: int, entry: HFConfig) -> None:
@@ -173,6 +176,9 @@ class _Modules:
 
     def _dense(self, entry: HFConfig, folder: Path) -> None:
         values = HFConfig.read(folder / "config.json")
+        if values.flag("use_residual", False):
+            raise UnsupportedModelError(f"{values.source}: 'use_residual' is true: not supported")
+        self.are_late |= entry.text("type").startswith("pylate")
         module = DenseModule(
             values.size("in_features"),
             values.size("out_features"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from quire.engine.drafting.lengths import best_lengths, first_lengths, least_odd
 from quire.engine.drafting.lookup import NO_DRAFT, Draft
 from quire.engine.drafting.model_drafts import ModelDrafts, best_rate
 from quire.engine.drafting.row_times import RowTimes
+from quire.engine.drafting.search_time import SearchTime
 from quire.engine.drafting.trust import SequenceDrafts, Trust
 from quire.engine.requests.sequence import Sequence as Seq
 from quire.engine.requests.sequence import SequenceGroup
@@ -31,6 +33,7 @@ _LONGEST_PAUSE = 16
 _LONGEST_SEARCH_PAUSE = 4
 """The same after several searches that found nothing worth its time."""
 _MOST_SHAPES = 4096
+_EQUAL_STEPS = 8
 
 
 class Drafting:
@@ -52,13 +55,22 @@ class Drafting:
         self._drafters = drafters
         self._config = config
         self._max_model_len = max_model_len
+        self._search_time = SearchTime()
+        self._last_shape = 0, 0
+        self._num_equal_steps = 0
         self._seen_shapes = set[tuple[int, int]]()
         self._trust = {drafter.name: Trust() for drafter in drafters}
+
+    @property
+    def may_search(self) -> bool:
+        """Whether a search in this step is worth its time; if not, `propose` need not be called."""
+        return self.model is not None or self._search_time.is_left
 
     def propose(self, sequences: Decodes, num_step_tokens: int, most: int, predict: Seconds) -> list[tuple[int, ...]]:
         """For each of these sequences, which draw a token each, the drafts to verify: at most `most` tokens in all,
         beside the `num_step_tokens` that the step runs anyway. `predict` gives the time of a step with prompts."""
         drafts: list[tuple[int, ...]] = [()] * len(sequences)
+        start_s = time.perf_counter()
         seeking = [place for place, (_, seq) in enumerate(sequences) if not self._pauses(seq)]
         if seeking:
             with self._contained():
@@ -66,6 +78,8 @@ class Drafting:
                 found = self._choose(sought, len(sequences), num_step_tokens, most, predict)
                 for place, token_ids in zip(seeking, found, strict=True):
                     drafts[place] = token_ids
+        if self._config.is_adaptive:
+            self._search_time.spend(time.perf_counter() - start_s)
         return drafts
 
     def observe(self, seq: Seq, num_drafts: int, num_accepted: int) -> None:
@@ -78,6 +92,7 @@ class Drafting:
                 trust.observe(known.odds[:num_drafts], num_accepted)
             if num_accepted:
                 known.num_failures = 0
+                self._search_time.observe_accepted(num_accepted)
             else:
                 known.wait(_LONGEST_PAUSE)
 
@@ -107,10 +122,15 @@ class Drafting:
             self.model.receive(self._known(seq).reading, end, drafted)
 
     def observe_step(self, batch: Batch, seconds: float, drafting_s: float = 0.0) -> None:
-        """A step took this long, and beside it the draft model. Only those of decodes alone say how long rows take."""
+        """A step took this long, without the draft model. Only decodes alone say how long rows take. Of steps that follow one of the
+        same shape, one in several is looked at: that takes microseconds, and steps of small models not many more."""
+        shape, self._num_equal_steps = (len(batch.sequences), batch.num_tokens), self._num_equal_steps + 1
+        if shape == self._last_shape and self._num_equal_steps < _EQUAL_STEPS:
+            return
         with self._contained():
+            self._search_time.observe_steps(seconds, self._num_equal_steps, len(batch.sequences))
+            self._last_shape, self._num_equal_steps = shape, 0
             if all(s.drawn is not None and len(s.token_ids) == s.drawn.num_rows for s in batch.sequences):
-                shape = len(batch.sequences), batch.num_tokens
                 if shape in self._seen_shapes:
                     self.row_times.observe(batch.num_tokens, seconds)
                     if self.model is not None:

@@ -8,6 +8,7 @@ another thread reads messages, and a third one sends heartbeats.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -46,6 +47,10 @@ _EXIT_GRACE_S = 0.5
 
 _MESSAGES_S = 0.01
 """Time for processing messages before a step. A single request with a thousand bad words takes this long."""
+
+POOLING_NICENESS = 10
+"""How much lower the priority of an engine that pools is. Beside an engine that generates on the same cores, a tenth of
+the time is left to it: each token of a stream is waited for, of a text only the end."""
 
 _FAILED = RequestFailedError.__name__
 
@@ -348,7 +353,10 @@ def main(descriptor: int) -> None:
     from quire.engine.llm_engine import LLMEngine  # imports torch, which takes seconds, so heartbeats start before
 
     try:
-        engine = LLMEngine.from_args(EngineArgs(**start.args))
+        args = EngineArgs(**start.args)
+        if args.resolve().model.runner == "pooling":
+            os.nice(POOLING_NICENESS)  # before the threads of the kernels start
+        engine = LLMEngine.from_args(args)
     except Exception as error:
         if not isinstance(error, QuireError):
             logger.exception("the engine could not be made")
@@ -357,8 +365,11 @@ def main(descriptor: int) -> None:
     engine.grammars.prepare()
     gc.collect()
     gc.freeze()  # these objects live as long as the engine; examining them would delay a step by a tenth of a second
+    gc.enable()
     EngineProcess(engine, inbox, send, pulse=pulse).run()
 
 
 if __name__ == "__main__":
+    gc.disable()  # until the engine is made: what is imported and loaded stays
+    atexit.register(gc.freeze)  # so that a process whose engine could not be made ends at once
     main(int(sys.argv[1]))

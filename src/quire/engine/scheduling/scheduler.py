@@ -139,7 +139,7 @@ class Scheduler:
         """Have drafts verified with the tokens, rows and blocks that are left. Nothing is preempted for them, and new
         blocks are taken only if each other sequence can still have one more."""
         most = min(plan.token_budget, self.config.max_num_seqs - plan.num_seqs)
-        if self.drafting is None or most <= 0:
+        if self.drafting is None or most <= 0 or not self.drafting.may_search:
             return
         decodes = [(group, seq) for group, seq, num_tokens in plan.scheduled if takes_drafts(group, seq, num_tokens)]
         if not decodes:

@@ -12,7 +12,7 @@ from quire.kernels.backends.workspace import Workspace
 from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights, Routing
 from quire.kernels.sampling.tensors import SamplingTensors
 from quire.kernels.variants import ActivationKind, AttentionVariant, DistanceTerms, EncoderVariant
-from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
+from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, PlacedIntegers, QuantizedWeight
 
 
 class LatentKernels(Protocol):
@@ -145,10 +145,19 @@ class Backend(Protocol):
     def quantize_weight(self, weight: Tensor, format: str) -> QuantizedWeight | None:
         """None: an element is not finite."""
 
-    def pack_blocks(self, rows: Tensor, k: int, dtype: torch.dtype, format: str) -> QuantizedWeight: ...
+    def pack_blocks(self, rows: Tensor, k: int, dtype: torch.dtype, format: str) -> QuantizedWeight | None:
+        """None: a scale or minimum is not finite."""
+
     def pack_integers(
-        self, integers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype, format: str, scale_range: int
-    ) -> QuantizedWeight: ...
+        self,
+        parts: Sequence[PlacedIntegers],
+        scales: Tensor,
+        zeros: Tensor | None,
+        dtype: torch.dtype,
+        format: str,
+        scale_range: int,
+    ) -> QuantizedWeight | None:
+        """As pack_blocks."""
 
     def quantized_matmul(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None: ...
 

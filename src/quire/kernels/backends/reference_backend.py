@@ -23,7 +23,7 @@ from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace, zeroed_blocks
 from quire.kernels.checks import check_range
 from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights
-from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
+from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, PlacedIntegers, QuantizedWeight
 
 
 class ReferenceLatentKernels:
@@ -119,16 +119,26 @@ class ReferenceBackend:
         data, scales, factors = reference.quantize_weight(weight, format)
         return _kept(n, k, weight.dtype, format, data.to(torch.int16), scales, None, factors)
 
-    def pack_blocks(self, rows: Tensor, k: int, dtype: torch.dtype, format: str) -> QuantizedWeight:
-        return _kept(len(rows), k, dtype, format, *reference_blocks.split(rows, format))
+    def pack_blocks(self, rows: Tensor, k: int, dtype: torch.dtype, format: str) -> QuantizedWeight | None:
+        parts = reference_blocks.split(rows, format)
+        # MXFP4's NaN would be 2^127.
+        is_finite = all(part is None or bool((part.abs() < 2.0**127).all()) for part in parts[1:])
+        return _kept(len(rows), k, dtype, format, *parts) if is_finite else None
 
     def pack_integers(
-        self, integers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype, format: str, scale_range: int
-    ) -> QuantizedWeight:
-        bits = 8 if format.startswith("u8") else 4
-        parts = reference.split_integers(integers, scales, zeros, bits, scale_range or 32)
+        self,
+        parts: Sequence[PlacedIntegers],
+        scales: Tensor,
+        zeros: Tensor | None,
+        dtype: torch.dtype,
+        format: str,
+        scale_range: int,
+    ) -> QuantizedWeight | None:
+        bits, integers = parts[0].bits, torch.cat([part.values() for part in parts])
+        split = reference.split_integers(integers, scales, zeros, bits, scale_range or 32)
+        is_finite = bool((scales != 255 if scales.dtype is torch.uint8 else scales.isfinite()).all())
         n, k = integers.shape
-        return _kept(n, k, dtype, format, *parts)
+        return _kept(n, k, dtype, format, *split) if is_finite else None
 
     def quantized_matmul(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
         assert weight.scales is not None

@@ -16,7 +16,7 @@ from quire.kernels.backends.reference_backend import ReferenceBackend, Reference
 from quire.kernels.backends.workspace import Workspace, empty
 from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights, Routing
 from quire.kernels.variants import ActivationKind
-from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
+from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, PlacedIntegers, QuantizedWeight
 
 _ALIGNMENT = 64
 
@@ -118,10 +118,15 @@ class ShapesBackend(ReferenceBackend):
         return self.mapped_weight(rows.shape[0], k, dtype, format, rows)
 
     def pack_integers(
-        self, integers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype, format: str, scale_range: int
+        self,
+        parts: Sequence[PlacedIntegers],
+        scales: Tensor,
+        zeros: Tensor | None,
+        dtype: torch.dtype,
+        format: str,
+        scale_range: int,
     ) -> QuantizedWeight:
-        n, k = integers.shape
-        return self.mapped_weight(n, k, dtype, format, integers)
+        return self.mapped_weight(len(scales), len(parts[0].columns), dtype, format, scales)
 
     def quantized_matmul(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
         # Rows of x in at most 16 bits, a scale, a correction and a sum for each 16, padded.

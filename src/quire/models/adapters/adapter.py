@@ -49,7 +49,7 @@ class Adapter(AdapterInfo):
 def projections(model: Model) -> Iterator[tuple[Linear, list[str]]]:
     """Each layer that can have adapters, and the names of the modules that it fuses."""
     for layer, names in matrices(model):
-        if isinstance(layer, Linear):
+        if isinstance(layer, Linear) and layer.takes_adapters:
             yield layer, names
 
 

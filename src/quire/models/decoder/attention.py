@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.common.errors import UnsupportedModelError
 from quire.kernels import AttentionVariant, EncoderVariant
 from quire.models.decoder.shapes import AttentionShape, HeadNormShape, QKVLayout, Span
 from quire.models.layers.attention import Attention, EncoderAttention, SinkAttention
@@ -174,6 +175,8 @@ class HeadLayerNorm(WeightedLayer):
 def _attention(shape: AttentionShape) -> Attention | EncoderAttention:
     slopes = None if shape.slopes is None else torch.tensor(shape.slopes)
     if not shape.is_causal:
+        if shape.softcap is not None or shape.chunk_size is not None or shape.has_sinks:
+            raise UnsupportedModelError("attention in both directions with caps, chunks or sinks is not supported")
         return EncoderAttention(shape.scale, EncoderVariant(shape.sliding_window, slopes))
     variant = AttentionVariant(shape.sliding_window, shape.chunk_size, shape.softcap, slopes=slopes)
     return SinkAttention(shape.scale, variant, shape.num_heads) if shape.has_sinks else Attention(shape.scale, variant)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.common.errors import UnsupportedModelError
 from quire.config.hf_config import HFConfig
-from quire.config.kv_cache import KVCacheSpec
+from quire.config.kv_cache import KVCacheSpec, NoCacheSpec
 from quire.config.model import ModelConfig, rope_config
 from quire.models.base import CausalLM
 from quire.models.decoder.layers import LAYERS, DecoderLayer, summing
@@ -54,6 +55,11 @@ class Decoder(CausalLM):
         """Without a head, `compute_logits` is not to be called, and the token table is only a table."""
         super().__init__()
         shape = self.shape(config)
+        if has_head and any(isinstance(spec, NoCacheSpec) for spec in self.kv_cache_specs(config)):
+            raise UnsupportedModelError(
+                f"{config.hf_config.source}: attention in both directions ('use_bidirectional_attention' is true, or "
+                "'is_causal' false) is for models that pool (runner='pooling'): text is generated from left to right"
+            )
         self.embed_tokens = token_table(
             config.vocab_size, shape.embed_width, shape.embed_multiplier, shape.dtype, packed=shape.is_tied and has_head
         )
@@ -137,8 +143,8 @@ class Decoder(CausalLM):
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
         """Of layer number `layer`: here full attention without biases."""
         num_heads, num_kv_heads, head_dim = read_heads(hf, cls.default_head_dim)
-        rope = cls.rope_shape(hf, layer, head_dim)
-        return AttentionShape(num_heads, num_kv_heads, head_dim, scale=head_dim**-0.5, rope=rope)
+        rope, is_causal = cls.rope_shape(hf, layer, head_dim), hf.flag("is_causal", True)
+        return AttentionShape(num_heads, num_kv_heads, head_dim, scale=head_dim**-0.5, rope=rope, is_causal=is_causal)
 
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:

@@ -11,10 +11,11 @@ from quire.config.hf_config import HFConfig
 from quire.config.kv_cache import KVCacheSpec, NoCacheSpec
 from quire.config.model import ModelConfig
 from quire.models.base import Model
+from quire.models.decoder.attention import SelfAttention
 from quire.models.decoder.layers import LAYERS, summing
 from quire.models.decoder.reading import read_heads
 from quire.models.decoder.shapes import Arrangement, AttentionShape, LayerShape, MLPShape, PositionsShape
-from quire.models.encoder.relative import RelativeBias
+from quire.models.encoder.relative import Distances, RelativeBias
 from quire.models.encoder.shapes import EmbeddingsShape, EncoderShape
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.attention import EncoderAttention
@@ -83,6 +84,10 @@ class Encoder(Model):
             if isinstance(made.self_attn.attn, EncoderAttention):
                 made.self_attn.attn.relative = self.relative_bias
             self.layers.append(made)
+        if shape.distances is not None:
+            layers = [module for module in self.layers.modules() if isinstance(module, SelfAttention)]
+            sizes = shape.hidden_size, config.max_position_embeddings
+            self.distances = Distances(shape.distances, *sizes, layers)
         self._order = [self.layers[index] for index in shape.order]
         self.norm = None if shape.final_norm is None else make_norm(shape.hidden_size, shape.final_norm)
         self._sum = summing(self.norm, has_x=has_x)

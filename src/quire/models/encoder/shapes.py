@@ -22,6 +22,24 @@ class EmbeddingsShape:
 
 
 @dataclass(frozen=True, slots=True)
+class DistancesShape:
+    """A vector for each bucket of distances, whose queries and keys meet those of tokens (He et al. 2021)."""
+
+    span: int
+    """Half the number of the vectors."""
+    num_buckets: int | None
+    """Of logarithmic buckets; None: each distance has a vector."""
+    max_distance: int
+    """The distance at which logarithmic buckets end."""
+    meets_queries: bool
+    """Whether keys of distances meet queries of tokens."""
+    meets_keys: bool
+    """Whether queries of distances meet keys of tokens."""
+    norm_eps: float | None
+    """Of the LayerNorm of the vectors; None: they have none."""
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderShape:
     """A whole encoder."""
 
@@ -35,3 +53,4 @@ class EncoderShape:
     dtype: torch.dtype
     num_buckets: int | None = None
     """Of distances, for each of which all layers add a weight to the scores of a head (T5). None: nothing is added."""
+    distances: DistancesShape | None = None

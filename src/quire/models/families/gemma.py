@@ -5,7 +5,6 @@ from typing import ClassVar
 
 import torch
 
-from quire.common.errors import UnsupportedModelError
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig, rope_config
 from quire.models.decoder.model import Decoder
@@ -41,10 +40,9 @@ class GemmaForCausalLM(Decoder):
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        if hf.flag("use_bidirectional_attention", False):
-            raise UnsupportedModelError(f"{hf.source}: 'use_bidirectional_attention' is true: not supported")
-        bias = hf.flag("attention_bias", False)
-        return replace(super().attention_shape(hf, layer), qkv_bias=bias, o_bias=bias)
+        shape, bias = super().attention_shape(hf, layer), hf.flag("attention_bias", False)
+        is_causal = shape.is_causal and not hf.flag("use_bidirectional_attention", False)
+        return replace(shape, qkv_bias=bias, o_bias=bias, is_causal=is_causal)
 
     @classmethod
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
@@ -91,7 +89,8 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
     """Gemma 2 without caps, with norms of heads, and two rotary embeddings: one of layers with a window, one of others.
 
-    `layer_types`, or else `sliding_window_pattern`, says which they are: by default every sixth layer sees all.
+    `layer_types`, or else `sliding_window_pattern`, says which they are: by default every sixth layer sees all. Where
+    tokens see each other in both directions (EmbeddingGemma), half of a window lies on either side.
     """
 
     default_period = 6
@@ -99,7 +98,11 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        return replace(super().attention_shape(hf, layer), head_norm=HeadNormShape(cls.norm_shape(hf)))
+        shape = super().attention_shape(hf, layer)
+        window = shape.sliding_window
+        if window is not None and hf.flag("use_bidirectional_attention", False):
+            window //= 2
+        return replace(shape, head_norm=HeadNormShape(cls.norm_shape(hf)), sliding_window=window)
 
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:

@@ -1,14 +1,14 @@
 """Attention over the paged KV cache. Projections, head norms and rotary embedding are the model's."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.kernels.variants import PLAIN, AttentionVariant, EncoderVariant
+from quire.kernels.variants import PLAIN, AttentionVariant, DistanceTerms, EncoderVariant
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 
@@ -37,6 +37,24 @@ class HasVariant(Protocol):
     def variant(self) -> EncoderVariant: ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DistanceHeads:
+    """What the queries and keys of a layer are multiplied with for what they say of distances, all in float32."""
+
+    of_queries: kernels.HeadWeights | None
+    """[num_heads, num_terms, head_dim]: keys of distances."""
+    of_keys: kernels.HeadWeights | None
+    """The same: queries of distances."""
+    term: Tensor
+    """As DistanceTerms has it."""
+
+    def terms(self, query: Tensor, key: Tensor) -> DistanceTerms:
+        """From query and key [num_tokens, num_heads, head_dim]."""
+        of_query = None if self.of_queries is None else kernels.multiply_heads(query.float(), self.of_queries)
+        of_key = None if self.of_keys is None else kernels.multiply_heads(key.float(), self.of_keys)
+        return DistanceTerms(of_query, of_key, self.term)
+
+
 class EncoderAttention(nn.Module):
     """Attention of whole sequences, in both directions, which stores nothing."""
 
@@ -46,11 +64,15 @@ class EncoderAttention(nn.Module):
         self.variant = variant
         self.relative: HasVariant | None = None
         """A layer whose variant takes the place of this one's, since it comes with weights."""
+        self.distances: DistanceHeads | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: BatchTensors, kv: LayerKVCache) -> Tensor:
         """query [num_tokens, num_heads, head_dim]; key, value [num_tokens, num_kv_heads, head_dim] -> as query."""
         variant = self.variant if self.relative is None else self.relative.variant
-        return kernels.encoder_attention(query, key, value, batch.query_start, batch.seq_lens, self.scale, variant)
+        terms = None if self.distances is None else self.distances.terms(query, key)
+        return kernels.encoder_attention(
+            query, key, value, batch.query_start, batch.seq_lens, self.scale, variant, terms
+        )
 
 
 class SinkAttention(Attention, WeightedLayer):

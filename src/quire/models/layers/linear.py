@@ -64,6 +64,8 @@ class Linear(Projection):
     """
 
     adapters: kernels.LoRATable | None = None
+    takes_adapters = True
+    """Whether adapters may have factors for it."""
 
     def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
         """x [num_tokens, in_features] -> [num_tokens, sum(out_features)]; row i is of the batch's token i."""

@@ -75,6 +75,9 @@ class WeightSpec:
     """Of a layer that fuses modules: the index of the one whose tensor this is, under this spec's name without its last
     part (`weight.1` is the `weight` of module 1). None: the parts are those of all modules."""
 
+    source: str | None = None
+    """The model's name of the tensor that all parts are of, where another layer has it too. None: the layer's own."""
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the stack. A single number cannot be stacked."""

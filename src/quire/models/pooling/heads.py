@@ -76,6 +76,8 @@ class HeadShape:
     """The row that a text is classified by: `first`, `last`, or a way of kernels.pool_rows."""
 
 
+REWARD_HEAD = HeadShape(has_dense=True, activation="relu")
+"""Of the reward models of Qwen2.5-Math (Yang et al. 2024)."""
 HEAD_NAMES = (
     (r"^(?:\w+\.)?pooler\.dense\.(weight|bias)$", r"head.dense.\1"),
     (r"^(?:\w+\.)?pooler\.(weight|bias)$", r"head.dense.\1"),
@@ -89,11 +91,12 @@ HEAD_NAMES = (
 class Head(nn.Module):
     """The logits of rows."""
 
-    def __init__(self, shape: HeadShape, hidden_size: int, num_labels: int) -> None:
+    def __init__(self, shape: HeadShape, hidden_size: int, num_labels: int, out: Dense | None = None) -> None:
+        """`out`: the layer behind all others, if it is not an ordinary one."""
         super().__init__()
         self.dense = Dense(hidden_size, hidden_size, bias=shape.dense_bias) if shape.has_dense else None
         self.norm = None if shape.norm is None else LayerNorm(hidden_size, shape.norm)
-        self.out = Dense(hidden_size, num_labels, bias=shape.out_bias)
+        self.out = out or Dense(hidden_size, num_labels, bias=shape.out_bias)
         self._activation = ACTIVATIONS[shape.activation]
 
     def forward(self, rows: Tensor) -> Tensor:

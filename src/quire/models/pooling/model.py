@@ -11,14 +11,16 @@ from torch import Tensor
 
 from quire.config.checkpoint.sentence_transformers import SentenceModules, read_activation, read_modules
 from quire.config.hf_config import HFConfig
-from quire.config.kv_cache import KVCacheSpec
+from quire.config.kv_cache import KVCacheSpec, NoCacheSpec
 from quire.config.model import ModelConfig
 from quire.models.base import PoolingModel
 from quire.models.decoder.model import Decoder
 from quire.models.encoder.model import Encoder
 from quire.models.layers.batch_tensors import NO_CACHE, BatchTensors, LayerCache
-from quire.models.pooling.heads import HEAD_NAMES, HeadShape
-from quire.models.pooling.pooler import ClassPooler, EmbeddingPooler, Pooler
+from quire.models.pooling.answers import TokenDense, reads_tokens, token_dense
+from quire.models.pooling.heads import HEAD_NAMES, REWARD_HEAD, HeadShape
+from quire.models.pooling.pooler import ClassPooler, EmbeddingPooler, MultiEmbeddingPooler, Pooler
+from quire.models.pooling.token_heads import COLBERT, VECTORS, WEIGHTS, read_token_head, token_head_files
 from quire.models.weights.stacked import Stack
 
 _MODULE = re.compile(r"^modules\.(\d+)\.(linear|norm)\.(weight|bias)$")
@@ -32,6 +34,19 @@ class Kind(Enum):
     CLASSIFY = "ForSequenceClassification"
     TOKEN_CLASSIFY = "ForTokenClassification"
     REWARD = "ForRewardModel"
+    STEP_REWARD = "ForProcessRewardModel"
+    TOKEN_EMBED = "ForTokenEmbedding"
+    """A vector for each token (ColBERT, Khattab and Zaharia 2020), of the projection `linear`."""
+    MULTI_EMBED = "ForMultiEmbedding"
+    """Embeddings, and vectors and weights of tokens, of the projections `colbert_linear` and `sparse_linear` (BGE-M3,
+    Chen et al. 2024)."""
+
+
+_TOKEN_HEADS = {
+    Kind.TOKEN_EMBED: (rf"^{COLBERT}\.", "pooler.steps.0.dense."),
+    Kind.MULTI_EMBED: (rf"^({VECTORS}|{WEIGHTS})\.", r"pooler.\1."),
+}
+"""(regular expression, replacement): the names of projections of tokens."""
 
 
 class Pooled(PoolingModel):
@@ -53,32 +68,36 @@ class Pooled(PoolingModel):
 
     @classmethod
     def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
-        return cls.body_class.stacks(config)
+        stacks, family = cls.body_class.stacks(config), cls.body_class
+        if not issubclass(family, Decoder) or (reads_tokens(config.hf_config) and not family.ties_embeddings(config)):
+            return stacks
+        return (*stacks, Stack(r"(^|\.)lm_head\.", ()))  # nothing reads the language model head
 
     @classmethod
     def folders(cls, config: ModelConfig) -> Mapping[str, Path]:
-        modules = read_modules(config.path, cls._hidden_size(config)) if cls.kind is Kind.EMBED else None
-        return {} if modules is None else {f"modules.{i}.": step.folder for i, step in enumerate(modules.steps)}
-
-    @classmethod
-    def _hidden_size(cls, config: ModelConfig) -> int:
-        return cls.body_class.shape(config).hidden_size
+        if cls.kind not in (Kind.EMBED, Kind.MULTI_EMBED):
+            return {}
+        modules = read_modules(config.path, cls.body_class.shape(config).hidden_size) or SentenceModules(())
+        found = {f"modules.{i}.": step.folder for i, step in enumerate(modules.steps)}
+        return found | token_head_files(config.path) if cls.kind is Kind.MULTI_EMBED else found
 
     @classmethod
     def weight_name(cls, checkpoint_name: str) -> str | None:
         if module := _MODULE.match(checkpoint_name):
             return f"pooler.steps.{module[1]}.{_LAYERS[module[2]]}{module[3]}"
+        if cls.kind in _TOKEN_HEADS and re.match((head := _TOKEN_HEADS[cls.kind])[0], checkpoint_name):
+            return re.sub(*head, checkpoint_name)
         for pattern, replacement in HEAD_NAMES:
             own, count = re.subn(pattern, replacement, checkpoint_name)
             if count:
                 return f"pooler.{own}" if cls._has(own) else None
         name = cls.body_class.weight_name(checkpoint_name)
-        return None if name is None or name.startswith("lm_head.") else f"body.{name}"
+        return name if name is None or name.startswith("lm_head.") else f"body.{name}"
 
     @classmethod
     def _has(cls, head_tensor: str) -> bool:
         """Whether models of this kind have such a tensor in their head: others carry it without need."""
-        return cls.kind in (Kind.CLASSIFY, Kind.REWARD) or (
+        return cls.kind in (Kind.CLASSIFY, Kind.REWARD, Kind.STEP_REWARD) or (
             cls.kind is Kind.TOKEN_CLASSIFY
             and (head_tensor.startswith("head.out.") or cls.body_class.token_head_has_dense)
         )
@@ -98,11 +117,28 @@ def pooled(body: type[Encoder] | type[Decoder], kind: Kind) -> type[PoolingModel
 
 def _make_pooler(family: type[Encoder] | type[Decoder], kind: Kind, config: ModelConfig) -> Pooler:
     hf, hidden_size = config.hf_config, family.shape(config).hidden_size
-    if kind is Kind.EMBED:
-        mode = "mean" if issubclass(family, Encoder) else "last"
-        return EmbeddingPooler(read_modules(config.path, hidden_size) or SentenceModules((mode,)), hidden_size)
+    if kind is Kind.TOKEN_EMBED:
+        return EmbeddingPooler(SentenceModules((), (read_token_head(config.path, COLBERT),)), hidden_size)
+    if kind in (Kind.EMBED, Kind.MULTI_EMBED):
+        is_causal = not any(isinstance(spec, NoCacheSpec) for spec in family.kv_cache_specs(config))
+        modules = read_modules(config.path, hidden_size) or SentenceModules(("last" if is_causal else "mean",))
+        if kind is Kind.EMBED:
+            return EmbeddingPooler(modules, hidden_size)
+        vectors, weights = (read_token_head(config.path, name) for name in (VECTORS, WEIGHTS))
+        first_ids, last_ids = (hf.token_ids(key) or frozenset() for key in ("bos_token_id", "eos_token_id"))
+        return MultiEmbeddingPooler(modules, hidden_size, vectors, weights, first_ids, last_ids)
     head, of_tokens = _HEADS[kind](family, hf), kind is not Kind.CLASSIFY
-    return ClassPooler(head, hidden_size, num_labels(hf), _activation(hf, kind), of_tokens=of_tokens)
+    out = _answers(family, config, hidden_size) if kind is Kind.CLASSIFY else None
+    labels = num_labels(hf, 1 if kind is Kind.REWARD else 2) if out is None else out.size[0]
+    return ClassPooler(head, hidden_size, labels, _activation(hf, kind, labels), of_tokens=of_tokens, out=out)
+
+
+def _answers(family: type[Encoder] | type[Decoder], config: ModelConfig, hidden_size: int) -> TokenDense | None:
+    """The last layer of a classifier whose classes are tokens; None for others."""
+    if not issubclass(family, Decoder):
+        return None
+    source = "body.embed_tokens.weight" if family.ties_embeddings(config) else "lm_head.weight"
+    return token_dense(config, hidden_size, source)
 
 
 def _sequence_head(family: type[Encoder] | type[Decoder], hf: HFConfig) -> HeadShape:
@@ -116,17 +152,18 @@ def _token_head(family: type[Encoder] | type[Decoder], hf: HFConfig) -> HeadShap
 _HEADS: Mapping[Kind, Callable[[type[Encoder] | type[Decoder], HFConfig], HeadShape]] = {
     Kind.CLASSIFY: _sequence_head,
     Kind.TOKEN_CLASSIFY: _token_head,
-    Kind.REWARD: lambda family, hf: HeadShape(has_dense=True, activation="relu"),
+    Kind.REWARD: lambda family, hf: REWARD_HEAD,
+    Kind.STEP_REWARD: lambda family, hf: REWARD_HEAD,
 }
 
 
-def num_labels(hf: HFConfig) -> int:
-    """The number of classes: of `num_labels`, or the names in `id2label`; 2 in a config without both."""
+def num_labels(hf: HFConfig, default: int) -> int:
+    """The number of classes: of `num_labels`, or the names in `id2label`; `default` in a config without both."""
     names = hf.get("id2label")
-    return hf.size("num_labels", len(names) if isinstance(names, dict) and names else 2)
+    return hf.size("num_labels", len(names) if isinstance(names, dict) and names else default)
 
 
-def _activation(hf: HFConfig, kind: Kind) -> str | None:
+def _activation(hf: HFConfig, kind: Kind, num_labels: int) -> str | None:
     """What makes probabilities of logits: what a cross-encoder's config names, or else what its kind of problem asks
     for."""
     section = hf.section("sentence_transformers")
@@ -135,6 +172,6 @@ def _activation(hf: HFConfig, kind: Kind) -> str | None:
     if hf.get("sbert_ce_default_activation_function") is not None:
         return read_activation(hf, "sbert_ce_default_activation_function", "")
     problem = hf.text("problem_type", "")
-    if kind is Kind.REWARD or problem == "regression":
+    if kind in (Kind.REWARD, Kind.STEP_REWARD) or problem == "regression":
         return None
-    return "sigmoid" if problem == "multi_label_classification" or num_labels(hf) == 1 else "softmax"
+    return "sigmoid" if problem == "multi_label_classification" or num_labels == 1 else "softmax"

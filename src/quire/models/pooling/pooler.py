@@ -11,7 +11,7 @@ from quire.common.batch import PoolSpec
 from quire.common.params import PoolingTask
 from quire.config.checkpoint.sentence_transformers import DenseModule, SentenceModules
 from quire.models.layers.norm import LayerNorm, NormShape
-from quire.models.pooling.heads import ACTIVATIONS, ActivatedDense, Head, HeadShape
+from quire.models.pooling.heads import ACTIVATIONS, ActivatedDense, Dense, Head, HeadShape
 
 _NORM_EPS = 1e-24
 
@@ -65,26 +65,65 @@ class EmbeddingPooler(Pooler):
         if not is_of_tokens or self._fits_tokens:
             for step in self.steps:
                 rows = step(rows)
-        if spec.dimensions is not None:
-            rows = rows[:, : spec.dimensions].contiguous()
-        if self._normalizes if spec.normalize is None else spec.normalize:
-            rows = normalized(rows)
+        rows = _cut_and_scaled(rows, spec, normalizes=self._normalizes)
         vectors = rows if is_of_tokens else rows[0]
         return vectors.clone()
+
+
+class MultiEmbeddingPooler(EmbeddingPooler):
+    """Embeddings as others, and for each token a vector and a weight, of projections of their own: those of BGE-M3
+    (Chen et al. 2024). The first token of the text has neither, nor has the last a weight, if they are special."""
+
+    def __init__(
+        self,
+        modules: SentenceModules,
+        hidden_size: int,
+        vectors: DenseModule,
+        weights: DenseModule,
+        first_ids: frozenset[int],
+        last_ids: frozenset[int],
+    ) -> None:
+        """`first_ids` and `last_ids`: the special tokens at the ends of texts."""
+        super().__init__(modules, hidden_size)
+        self.tasks = ("embed", "token_embed", "token_classify")
+        self.colbert_linear = Dense(hidden_size, vectors.out_features, bias=vectors.has_bias)
+        self.sparse_linear = Dense(hidden_size, weights.out_features, bias=weights.has_bias)
+        self._first_ids, self._last_ids = first_ids, last_ids
+
+    def needs_all_rows(self, task: PoolingTask) -> bool:
+        return task == "token_classify" or super().needs_all_rows(task)
+
+    def pool(self, hidden: Tensor, token_ids: Sequence[int], spec: PoolSpec) -> Tensor:
+        if spec.task == "embed":
+            return super().pool(hidden, token_ids, spec)
+        start, end = int(token_ids[0] in self._first_ids), len(token_ids)
+        if spec.task == "token_embed":
+            vectors: Tensor = self.colbert_linear(hidden[start:].float())
+            return _cut_and_scaled(vectors, spec, normalizes=True).clone()
+        end -= end > start and token_ids[-1] in self._last_ids
+        weights: Tensor = self.sparse_linear(hidden[start:end].float())
+        return ACTIVATIONS["relu" if spec.activation in (None, True) else None](weights).clone()
 
 
 class ClassPooler(Pooler):
     """Classes or scores of texts, or of each token."""
 
     def __init__(
-        self, shape: HeadShape, hidden_size: int, num_labels: int, activation: str | None, *, of_tokens: bool
+        self,
+        shape: HeadShape,
+        hidden_size: int,
+        num_labels: int,
+        activation: str | None,
+        *,
+        of_tokens: bool,
+        out: Dense | None = None,
     ) -> None:
-        """`activation`: what makes probabilities of logits."""
+        """`activation`: what makes probabilities of logits. `out`: the last layer, if it is not an ordinary one."""
         super().__init__()
         self.dimensions = None
         score: tuple[PoolingTask, ...] = ("score",) if num_labels == 1 else ()
         self.tasks = ("token_classify",) if of_tokens else ("classify", *score)
-        self.head = Head(shape, hidden_size, num_labels)
+        self.head = Head(shape, hidden_size, num_labels, out)
         self._mode = shape.mode
         self._activation = ACTIVATIONS[activation]
 
@@ -106,6 +145,13 @@ def pool_row(hidden: Tensor, mode: str) -> Tensor:
     if mode == "last":
         return hidden[-1:].float()
     return kernels.pool_rows(hidden, mode)[None]
+
+
+def _cut_and_scaled(rows: Tensor, spec: PoolSpec, *, normalizes: bool) -> Tensor:
+    """rows [num_rows, width] float32 as wide as the spec wants them, scaled if it says so, or else `normalizes`."""
+    if spec.dimensions is not None:
+        rows = rows[:, : spec.dimensions].contiguous()
+    return normalized(rows) if (normalizes if spec.normalize is None else spec.normalize) else rows
 
 
 def normalized(rows: Tensor) -> Tensor:

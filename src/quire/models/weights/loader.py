@@ -163,6 +163,8 @@ def assignments(model: Model) -> list[Assignment]:
                 parts, suffix = (model.fused.get(own, (own,))[spec.module],), name.rpartition(".")[0]
             modules = [f"{parent}.{part}" if parent else part for part in parts]
             sources = tuple(f"{module}.{suffix}" for module in modules)
+            if spec.source is not None:
+                sources = (spec.source,) * len(spec.parts)
             found.append(Assignment(f"{module_name}.{name}", layer, name, spec, sources))
     return found
 

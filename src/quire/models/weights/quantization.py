@@ -43,6 +43,9 @@ def choose_formats(model: Model, config: ModelConfig, checkpoint: Checkpoint) ->
         _admit_biases(model, checkpoint)
     else:
         _quantized_while_loading(model, config, checkpoint)
+    if config.head_quantization is not None:
+        for head in (each for each in model.modules() if isinstance(each, LmHead | Embedding)):
+            head.format = Quantized(config.head_quantization) if head.format == Packed() else head.format
 
 
 def _quantized_while_loading(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> None:

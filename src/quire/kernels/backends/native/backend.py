@@ -1,6 +1,5 @@
 """The native extension as the CPU's backend."""
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
@@ -23,12 +22,13 @@ from quire.kernels.backends.native.arguments import (
 )
 from quire.kernels.backends.native.encoder import NativeEncoderKernels
 from quire.kernels.backends.native.latent import NativeLatentKernels
+from quire.kernels.backends.native.lora import pack_lora
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import WeightMemory, Workspace, empty, zeroed_blocks
 from quire.kernels.experts.weights import SCORINGS, ExpertFiles, ExpertRows, ExpertWeights, Routing
 from quire.kernels.sampling.tensors import SamplingTensors
 from quire.kernels.variants import ActivationKind, AttentionVariant
-from quire.kernels.weights import MAX_LORA_MODULES, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
+from quire.kernels.weights import MAX_LORA_MODULES, LoRATable, PackedWeight, PlacedIntegers, QuantizedWeight
 
 
 class NativeBackend:
@@ -42,6 +42,7 @@ class NativeBackend:
     empty = staticmethod(empty)
     workspace = staticmethod(Workspace)
     zeroed_blocks = staticmethod(zeroed_blocks)
+    pack_lora = staticmethod(pack_lora)
 
     def __init__(self, native: Any) -> None:
         self.native = native
@@ -99,20 +100,30 @@ class NativeBackend:
         is_finite = self.native.quantize(*codes, weight.data_ptr(), weight.stride(0), n, k, data.data_ptr())
         return QuantizedWeight(n, k, weight.dtype, format, data, data.data_ptr()) if is_finite else None
 
-    def pack_blocks(self, rows: Tensor, k: int, dtype: torch.dtype, format: str) -> QuantizedWeight:
-        n = rows.shape[0]
+    def pack_blocks(self, rows: Tensor, k: int, dtype: torch.dtype, format: str) -> QuantizedWeight | None:
+        n, code = rows.shape[0], FORMAT_CODES[format]
         data = self._weights.empty(self.quantized_bytes(n, k, format, 0))
-        self.native.pack_blocks(FORMAT_CODES[format], rows.data_ptr(), rows.stride(0), n, k, data.data_ptr())
-        return QuantizedWeight(n, k, dtype, format, data, data.data_ptr())
+        is_finite = self.native.pack_blocks(code, rows.data_ptr(), rows.stride(0), n, k, data.data_ptr())
+        return QuantizedWeight(n, k, dtype, format, data, data.data_ptr()) if is_finite else None
 
     def pack_integers(
-        self, integers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype, format: str, scale_range: int
-    ) -> QuantizedWeight:
-        n, k = integers.shape
+        self,
+        parts: Sequence[PlacedIntegers],
+        scales: Tensor,
+        zeros: Tensor | None,
+        dtype: torch.dtype,
+        format: str,
+        scale_range: int,
+    ) -> QuantizedWeight | None:
+        n, k = len(scales), len(parts[0].columns)
         data = self._weights.empty(self.quantized_bytes(n, k, format, scale_range))
-        tensors = integers.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr()
-        self.native.pack_integers(FORMAT_CODES[format], scale_range, *tensors, n, k, data.data_ptr())
-        return QuantizedWeight(n, k, dtype, format, data, data.data_ptr(), scale_range)
+        numbers = scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(), n, k, data.data_ptr()
+        is_finite, first = True, 0
+        for part in parts:
+            places = part.data.data_ptr(), part.rows.data_ptr(), part.columns.data_ptr(), first, len(part.rows)
+            is_finite &= self.native.pack_integers(FORMAT_CODES[format], scale_range, *places, *numbers)
+            first += len(part.rows)
+        return QuantizedWeight(n, k, dtype, format, data, data.data_ptr(), scale_range) if is_finite else None
 
     def quantized_matmul(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
         n, k, rows, codes = weight.n, weight.k, x.shape[0], (FORMAT_CODES[weight.format], weight.scale_range)
@@ -121,36 +132,6 @@ class NativeBackend:
         given = x.data_ptr(), x_stride, rows, weight.address, n, k, 0 if bias is None else bias.data_ptr()
         order = 0 if weight.order is None else weight.order.data_ptr()
         self.native.quantized_matmul(*codes, DTYPE_CODES[weight.dtype], *given, *place(out), work.data_ptr(), order)
-
-    def pack_lora(
-        self,
-        factors: Sequence[tuple[Tensor, Tensor] | None],
-        sizes: tuple[int, ...],
-        k: int,
-        dtype: torch.dtype,
-        memory: Tensor | None,
-    ) -> LoRAWeight:
-        ranks = tuple(0 if pair is None else len(pair[0]) for pair in factors)
-        in_line = 64 // dtype.itemsize
-        shapes: list[tuple[int, ...]] = [(-(-sum(ranks) // 4), -(-k // in_line), 4, in_line)]
-        shapes += [(-(-n // 32), rank, 32) for n, rank in zip(sizes, ranks, strict=True)]
-        counts = list(map(math.prod, shapes))
-        device = next(pair[0].device for pair in factors if pair is not None)
-        memory = (
-            torch.empty(sum(counts) * dtype.itemsize, dtype=torch.uint8, device=device) if memory is None else memory
-        )
-        numbers = memory[: sum(counts) * dtype.itemsize].view(dtype)
-        a, *b = (part.view(shape) for part, shape in zip(torch.split(numbers, counts), shapes, strict=True))
-        rows, first = torch.zeros(4 * len(a), a.shape[1] * in_line, dtype=dtype, device=device), 0
-        for pair, panels, rank in zip(factors, b, ranks, strict=True):
-            if pair is not None:
-                rows[first : first + rank, :k] = pair[0]
-                first += rank
-                outputs = torch.zeros(32 * len(panels), rank, dtype=dtype, device=device)
-                outputs[: len(pair[1])] = pair[1]
-                panels.copy_(outputs.view(-1, 32, rank).transpose(1, 2))
-        a.copy_(rows.view(len(a), 4, -1, in_line).transpose(1, 2))
-        return LoRAWeight(sizes, k, dtype, ranks, a, tuple(b))
 
     def add_lora(self, x: Tensor, out: Tensor, adapters: LoRATable, slots: Tensor) -> None:
         rows, k, num_slots = x.shape[0], x.shape[1], len(adapters.weights)

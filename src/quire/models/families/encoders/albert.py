@@ -7,7 +7,6 @@ from quire.config.model import ModelConfig
 from quire.models.encoder.model import Encoder
 from quire.models.encoder.shapes import EncoderShape
 from quire.models.families.encoders.bert import BERT_NAMES
-from quire.models.pooling.model import Kind, pooled
 
 
 class Albert(Encoder):
@@ -33,8 +32,3 @@ class Albert(Encoder):
             raise UnsupportedModelError(f"{hf.source}: groups of one layer are supported, not more groups than layers")
         order = tuple(layer * num_groups // num_layers for layer in range(num_layers))
         return replace(shape, layers=shape.layers[:num_groups], order=order)
-
-
-AlbertModel = pooled(Albert, Kind.EMBED)
-AlbertForSequenceClassification = pooled(Albert, Kind.CLASSIFY)
-AlbertForTokenClassification = pooled(Albert, Kind.TOKEN_CLASSIFY)

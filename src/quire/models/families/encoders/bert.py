@@ -1,7 +1,6 @@
 """BERT (Devlin et al. 2019), among them MiniLM, BGE, E5, GTE and Snowflake's Arctic Embed."""
 
 from quire.models.encoder.model import Encoder
-from quire.models.pooling.model import Kind, pooled
 
 BERT_NAMES = (
     (r"\.gamma$", ".weight"),
@@ -28,8 +27,3 @@ class Bert(Encoder):
     """The original."""
 
     renames = ((r"^bert\.", ""), *BERT_NAMES)
-
-
-BertModel = pooled(Bert, Kind.EMBED)
-BertForSequenceClassification = pooled(Bert, Kind.CLASSIFY)
-BertForTokenClassification = pooled(Bert, Kind.TOKEN_CLASSIFY)

@@ -7,7 +7,6 @@ from quire.models.encoder.model import Encoder
 from quire.models.encoder.shapes import EmbeddingsShape
 from quire.models.families.encoders.bert import BERT_NAMES
 from quire.models.pooling.heads import HeadShape
-from quire.models.pooling.model import Kind, pooled
 
 
 class DistilBert(Encoder):
@@ -33,8 +32,3 @@ class DistilBert(Encoder):
     @classmethod
     def sequence_head(cls, hf: HFConfig) -> HeadShape:
         return HeadShape(has_dense=True, activation="relu")
-
-
-DistilBertModel = pooled(DistilBert, Kind.EMBED)
-DistilBertForSequenceClassification = pooled(DistilBert, Kind.CLASSIFY)
-DistilBertForTokenClassification = pooled(DistilBert, Kind.TOKEN_CLASSIFY)

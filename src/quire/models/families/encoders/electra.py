@@ -4,7 +4,6 @@ from quire.config.hf_config import HFConfig
 from quire.models.encoder.model import Encoder
 from quire.models.families.encoders.bert import BERT_NAMES
 from quire.models.pooling.heads import HeadShape
-from quire.models.pooling.model import Kind, pooled
 
 
 class Electra(Encoder):
@@ -16,8 +15,3 @@ class Electra(Encoder):
     @classmethod
     def sequence_head(cls, hf: HFConfig) -> HeadShape:
         return HeadShape(has_dense=True, activation="gelu")
-
-
-ElectraModel = pooled(Electra, Kind.EMBED)
-ElectraForSequenceClassification = pooled(Electra, Kind.CLASSIFY)
-ElectraForTokenClassification = pooled(Electra, Kind.TOKEN_CLASSIFY)

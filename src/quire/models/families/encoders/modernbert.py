@@ -12,7 +12,6 @@ from quire.models.layers.activation import activation_kind
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
 from quire.models.pooling.heads import HeadShape
-from quire.models.pooling.model import Kind, pooled
 
 _BASES = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
 _MODES = {"cls": "first", "mean": "mean"}
@@ -89,8 +88,3 @@ class ModernBert(Encoder):
     @classmethod
     def token_head(cls, hf: HFConfig) -> HeadShape:
         return cls.sequence_head(hf)
-
-
-ModernBertModel = pooled(ModernBert, Kind.EMBED)
-ModernBertForSequenceClassification = pooled(ModernBert, Kind.CLASSIFY)
-ModernBertForTokenClassification = pooled(ModernBert, Kind.TOKEN_CLASSIFY)

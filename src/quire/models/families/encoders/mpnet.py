@@ -9,7 +9,6 @@ from quire.models.encoder.model import Encoder
 from quire.models.encoder.shapes import EmbeddingsShape, EncoderShape
 from quire.models.families.encoders.bert import BERT_NAMES
 from quire.models.families.encoders.roberta import positions_after_padding
-from quire.models.pooling.model import Kind, pooled
 
 _NUM_BUCKETS = 32
 
@@ -37,8 +36,3 @@ class MPNet(Encoder):
     @classmethod
     def positions_shape(cls, hf: HFConfig) -> PositionsShape:
         return positions_after_padding(hf)
-
-
-MPNetModel = pooled(MPNet, Kind.EMBED)
-MPNetForSequenceClassification = pooled(MPNet, Kind.CLASSIFY)
-MPNetForTokenClassification = pooled(MPNet, Kind.TOKEN_CLASSIFY)

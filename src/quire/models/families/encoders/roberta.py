@@ -4,7 +4,6 @@ from quire.config.hf_config import HFConfig
 from quire.models.decoder.shapes import PositionsShape
 from quire.models.encoder.model import Encoder
 from quire.models.families.encoders.bert import BERT_NAMES
-from quire.models.pooling.model import Kind, pooled
 
 
 def positions_after_padding(hf: HFConfig) -> PositionsShape:
@@ -21,8 +20,3 @@ class Roberta(Encoder):
     @classmethod
     def positions_shape(cls, hf: HFConfig) -> PositionsShape:
         return positions_after_padding(hf)
-
-
-RobertaModel = pooled(Roberta, Kind.EMBED)
-RobertaForSequenceClassification = pooled(Roberta, Kind.CLASSIFY)
-RobertaForTokenClassification = pooled(Roberta, Kind.TOKEN_CLASSIFY)

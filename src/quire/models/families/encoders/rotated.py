@@ -10,7 +10,6 @@ from quire.models.encoder.model import QKV_STACK, Encoder
 from quire.models.families.encoders.bert import BERT_NAMES
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.rotary import RopeShape
-from quire.models.pooling.model import Kind, pooled
 from quire.models.weights.stacked import Stack
 
 _GATE_STACK = Stack(r"\.up_gate_proj\.weight$", (".up_proj.weight", ".gate_proj.weight"), num_experts=1)
@@ -81,14 +80,3 @@ class JinaEmbeddingsV3(RotatedEncoder):
 
     default_base = 20_000.0
     renames = ((r"\.fc1\.", ".up_proj."), (r"\.fc2\.", ".down_proj."), *RotatedEncoder.renames)
-
-
-NomicBertModel = pooled(NomicBert, Kind.EMBED)
-NomicBertForSequenceClassification = pooled(NomicBert, Kind.CLASSIFY)
-NomicBertForTokenClassification = pooled(NomicBert, Kind.TOKEN_CLASSIFY)
-GteModel = pooled(Gte, Kind.EMBED)
-GteForSequenceClassification = pooled(Gte, Kind.CLASSIFY)
-GteForTokenClassification = pooled(Gte, Kind.TOKEN_CLASSIFY)
-JinaEmbeddingsV3Model = pooled(JinaEmbeddingsV3, Kind.EMBED)
-JinaEmbeddingsV3ForSequenceClassification = pooled(JinaEmbeddingsV3, Kind.CLASSIFY)
-JinaEmbeddingsV3ForTokenClassification = pooled(JinaEmbeddingsV3, Kind.TOKEN_CLASSIFY)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from quire.common.errors import CheckpointError
 from quire.config.quantization.compressed import CompressedScheme
-from quire.models.layers.stored.integers import Layout, Numbers, StoredIntegers, from_words, order_of
+from quire.kernels import PlacedIntegers
+from quire.models.layers.stored.integers import Layout, Numbers, StoredIntegers, order_of, places
 from quire.models.layers.weighted_layer import Part, WeightSpec
 
 
@@ -53,22 +54,24 @@ class CompressedIntegers(StoredIntegers):
         if self.shape_dtype is not None and tensors["weight_shape"].tolist() != [n, k]:
             raise CheckpointError(f"weight_shape is {tensors['weight_shape'].tolist()}, but the config says {[n, k]}")
         if self._is_packed:
-            integers = from_words(tensors["weight_packed"], bits).flatten(1)[:, :k]
+            rows = torch.arange(n) * (32 * _words(k, bits))
+            integers = PlacedIntegers(tensors["weight_packed"], bits, rows, places(k, bits))
         else:
-            integers = _from_middle(tensors["weight"], bits)
+            integers = PlacedIntegers.in_bytes(_from_middle(tensors["weight"], bits), bits)
         ranges = (n, self._groups(k))
         zeros = None
         if not self.scheme.is_symmetric:
             zeros = tensors["weight_zero_point"]
             if zeros.dtype is torch.int32:
-                zeros = from_words(zeros.T, bits).flatten(1)[:, :n].T
+                rows, columns = places(n, bits, words_apart=ranges[1]), torch.arange(ranges[1]) * 32
+                zeros = PlacedIntegers(zeros, bits, rows, columns).values()
             else:
                 zeros = _from_middle(zeros, bits).expand(ranges)
         order = None
         if self.has_order:
             order = order_of(tensors["weight_g_idx"], self.layout(k).scale_range, may_differ=self.scheme.is_reordered)
         scales = tensors["weight_scale"].expand(ranges)
-        return Numbers(integers if order is None else integers[:, order], scales, zeros, order)
+        return Numbers(integers if order is None else integers.in_order(order), scales, zeros, order)
 
     @property
     def _is_packed(self) -> bool:

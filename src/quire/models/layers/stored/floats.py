@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from quire.common.errors import CheckpointError
+from quire.kernels import PlacedIntegers
 from quire.models.layers.stored import Expanded, pieces
-from quire.models.layers.stored.integers import Layout, Numbers, StoredIntegers, halves_of
+from quire.models.layers.stored.integers import Layout, Numbers, StoredIntegers
 from quire.models.layers.weight_format import WeightFormat
 from quire.models.layers.weighted_layer import Part, WeightSpec
 
@@ -90,4 +91,5 @@ class Float4(StoredIntegers):
         scales = tensors[self.scale_name]
         if bool((scales == 255).any()):
             raise CheckpointError(f"{self.scale_name} holds exponents 255, which stand for NaN")
-        return Numbers(halves_of(tensors[self.weight_name].view(n, k // 2)), scales)
+        rows, columns = torch.arange(n) * (4 * k), torch.arange(k) * 4
+        return Numbers(PlacedIntegers(tensors[self.weight_name], 4, rows, columns), scales)

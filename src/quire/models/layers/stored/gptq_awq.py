@@ -8,7 +8,8 @@ from torch import Tensor
 
 from quire.common.errors import CheckpointError
 from quire.config.quantization.integers import IntegerScheme
-from quire.models.layers.stored.integers import Layout, Numbers, StoredIntegers, from_words, order_of
+from quire.kernels import PlacedIntegers
+from quire.models.layers.stored.integers import Layout, Numbers, StoredIntegers, order_of, places
 from quire.models.layers.weighted_layer import Part, WeightSpec
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -26,6 +27,8 @@ class PackedIntegers(StoredIntegers):
 
     def specs(self, part: Part, dtype: torch.dtype) -> Mapping[str, WeightSpec]:
         n, k = part.shape
+        if self.scheme.is_awq and k % (self.scheme.group_size or k):  # of GPTQ, the last group is shorter
+            raise CheckpointError(f"AWQ's group_size {self.scheme.group_size} does not divide the {k} inputs")
         groups = -(-k // self.layout(k).scale_range)
         weight = Part((k, self._words(n)) if self.scheme.is_awq else (self._words(k), n))
         specs = {
@@ -43,19 +46,18 @@ class PackedIntegers(StoredIntegers):
 
     def numbers(self, tensors: Mapping[str, Tensor], n: int, k: int) -> Numbers:
         scheme = self.scheme
-        if scheme.is_awq:
-            integers = self._along_outputs(tensors["qweight"]).T
-        else:
-            integers = from_words(tensors["qweight"], scheme.bits).transpose(1, 2).reshape(k, n).T
-        zeros: Tensor | None = self._along_outputs(tensors["qzeros"]).T + scheme.zero_offset
-        if scheme.is_symmetric:
-            if not bool((zeros == 2 ** (scheme.bits - 1)).all()):
-                raise CheckpointError("the config says `sym`, but zero points in qzeros are not in the middle")
-            zeros = None
+        zeros = self._along_outputs(tensors["qzeros"], n).values().add_(scheme.zero_offset)
+        if scheme.is_symmetric and bool((zeros.numpy() != 2 ** (scheme.bits - 1)).any()):
+            raise CheckpointError("the config says `sym`, but zero points in qzeros are not in the middle")
         order = None
         if self.has_order:
             order = order_of(tensors["g_idx"], self.layout(k).scale_range, may_differ=scheme.is_reordered)
-        return Numbers(integers if order is None else integers[:, order], tensors["scales"].T, zeros, order)
+        integers = self._along_outputs(tensors["qweight"], n)
+        if not scheme.is_awq:
+            columns = places(k, scheme.bits, words_apart=n)
+            integers = PlacedIntegers(tensors["qweight"], scheme.bits, torch.arange(n) * 32, columns)
+        integers = integers if order is None else integers.in_order(order)
+        return Numbers(integers, tensors["scales"].T, None if scheme.is_symmetric else zeros, order)
 
     def _words(self, count: int) -> int:
         in_word = 32 // self.scheme.bits
@@ -63,7 +65,7 @@ class PackedIntegers(StoredIntegers):
             raise CheckpointError(f"{count} integers do not fill words of {in_word}: the config has another shape")
         return count // in_word
 
-    def _along_outputs(self, words: Tensor) -> Tensor:
-        """Words [rows, n * bits / 32] int32 -> integers [rows, n] uint8."""
-        integers = from_words(words, self.scheme.bits)
-        return (integers[:, :, _AWQ_ORDER] if self.scheme.is_awq else integers).flatten(1)
+    def _along_outputs(self, words: Tensor, n: int) -> PlacedIntegers:
+        """The integers [n, rows] of words [rows, n * bits / 32] int32."""
+        bits, order = self.scheme.bits, _AWQ_ORDER if self.scheme.is_awq else range(8)
+        return PlacedIntegers(words, bits, places(n, bits, order=order), torch.arange(len(words)) * (n * bits))

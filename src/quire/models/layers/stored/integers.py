@@ -1,14 +1,16 @@
 """Integers with scales, however a tool packed them: kept as integers by the kernels, without rounding."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire import kernels
 from quire.common.errors import CheckpointError
+from quire.kernels import PlacedIntegers
 from quire.kernels.backends import reference
 from quire.models.layers.stored import pieces
 from quire.models.layers.weight_format import WeightFormat, join_specs, kept_once, tensors_of
@@ -19,8 +21,8 @@ from quire.models.layers.weighted_layer import Part, WeightSpec
 class Numbers:
     """Integers and what they are multiplied with, as kernels.pack_integers takes them."""
 
-    integers: Tensor
-    """uint8 [n, k], the columns in the order of their groups."""
+    integers: PlacedIntegers
+    """[n, k], the columns in the order of their groups."""
     scales: Tensor
     """[n, ranges]; uint8 exponents for MXFP4."""
     zeros: Tensor | None = None
@@ -50,8 +52,8 @@ class Layout:
         """Numbers of this form on torch's meta device."""
         ranges = (n, -(-k // self.scale_range))
         zeros = torch.empty(ranges, dtype=torch.uint8, device="meta") if self.has_zeros else None
-        integers = torch.empty((n, k), dtype=torch.uint8, device="meta")
-        return Numbers(integers, torch.empty(ranges, dtype=self.scale_dtype, device="meta"), zeros)
+        scales = torch.empty(ranges, dtype=self.scale_dtype, device="meta")
+        return Numbers(PlacedIntegers(scales, self.bits, torch.empty(n), torch.empty(k)), scales, zeros)
 
 
 class StoredIntegers(ABC):
@@ -78,7 +80,7 @@ class StoredIntegers(ABC):
         for rows in pieces(out.shape):
             zeros = None if numbers.zeros is None else numbers.zeros[rows]
             integers, scales, mins = reference.split_integers(
-                numbers.integers[rows], numbers.scales[rows], zeros, layout.bits, layout.scale_range
+                numbers.integers.values(rows), numbers.scales[rows], zeros, layout.bits, layout.scale_range
             )
             weights = integers * scales[..., None]
             weights = weights if mins is None else weights - mins[..., None]
@@ -107,21 +109,20 @@ class Integers:
     ) -> kernels.QuantizedWeight:
         layout = self.stored.layout(shape[1])
         if next(iter(tensors.values())).is_meta:
-            numbers = layout.without_values(*shape)
+            modules = [layout.without_values(*shape)]
         else:
             modules = [
-                _finite(self.stored.numbers(tensors_of(tensors, i, len(self.sizes)), size, shape[1]))
+                self.stored.numbers(tensors_of(tensors, i, len(self.sizes)), size, shape[1])
                 for i, size in enumerate(self.sizes)
             ]
-            numbers = modules[0] if len(modules) == 1 else _stacked(modules)
+        zeros, order = [each.zeros for each in modules if each.zeros is not None], _common_order(modules)
         return kernels.pack_integers(
-            numbers.integers.contiguous(),
-            numbers.scales.contiguous(),
-            None if numbers.zeros is None else numbers.zeros.contiguous(),
+            [each.integers for each in modules],
+            _stacked([each.scales for each in modules]),
+            _stacked(zeros) if zeros else None,
             dtype,
-            layout.bits,
             layout.scale_range,
-            None if numbers.order is None else numbers.order.int(),
+            None if order is None else order.int(),
         )
 
 
@@ -132,18 +133,16 @@ def _finite(numbers: Numbers) -> Numbers:
     return numbers
 
 
-def _stacked(modules: list[Numbers]) -> Numbers:
-    """The rows of all modules. Raises CheckpointError if the orders of their columns differ."""
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    return (tensors[0] if len(tensors) == 1 else torch.cat(tensors)).contiguous()
+
+
+def _common_order(modules: list[Numbers]) -> Tensor | None:
+    """Raises CheckpointError if the orders of the modules' columns differ."""
     orders = [each.order for each in modules if each.order is not None]
     if orders and not (len(orders) == len(modules) and all(torch.equal(order, orders[0]) for order in orders)):
         raise CheckpointError("g_idx differs between projections that share their inputs")
-    zeros = [each.zeros for each in modules if each.zeros is not None]
-    return Numbers(
-        torch.cat([each.integers for each in modules]),
-        torch.cat([each.scales for each in modules]),
-        torch.cat(zeros) if zeros else None,
-        orders[0] if orders else None,
-    )
+    return orders[0] if orders else None
 
 
 def order_of(groups: Tensor, size: int, *, may_differ: bool) -> Tensor | None:
@@ -160,16 +159,11 @@ def order_of(groups: Tensor, size: int, *, may_differ: bool) -> Tensor | None:
     return groups.argsort(stable=True)
 
 
-def from_words(words: Tensor, bits: int) -> Tensor:
-    """Words [rows, columns] int32 -> their integers, the lowest first, [rows, columns, 32 / bits] uint8."""
-    parts = words.contiguous().view(torch.uint8).view(*words.shape, 4)
-    return parts if bits == 8 else halves_of(parts)
+def places(count: int, bits: int, words_apart: int = 1, order: Sequence[int] = range(8)) -> Tensor:
+    """Where integers begin that fill words of 32 bits, in bits from the start, int64 [count].
 
-
-def halves_of(data: Tensor) -> Tensor:
-    """Bytes [..., columns] -> their lower and higher 4 bits in turn, [..., 2 * columns] uint8."""
-    flat, out = data.reshape(-1), torch.empty(data.numel(), dtype=torch.int16)
-    for part in pieces((len(flat), 1)):
-        wide = flat[part].to(torch.int16)  # two bytes, one for each half
-        torch.bitwise_and(wide | wide << 4, 0x0F0F, out=out[part])
-    return out.view(torch.uint8).view(*data.shape[:-1], 2 * data.shape[-1])
+    A word lies `words_apart` words behind the one before. `order` says where in it each of its integers is, counted
+    from the lowest.
+    """
+    index, in_word = np.arange(count), 32 // bits
+    return torch.from_numpy(index // in_word * (32 * words_apart) + np.array(order)[index % in_word] * bits)

@@ -186,6 +186,28 @@ class RerankResult(msgspec.Struct, kw_only=True):
     relevance_score: float
 
 
+class CohereEmbedRequest(PoolingFields, kw_only=True):
+    """Texts to be embedded, as Cohere's clients send them."""
+
+    texts: list[str]
+    input_type: str | None = None
+    """What the texts are for. A prompt of the model's with this name is put before them."""
+    embedding_types: list[Literal["float", "base64"]] | None = None
+    """Default: numbers."""
+    output_dimension: int | None = None
+    max_tokens: int | None = None
+    """Keep this number of tokens of each text."""
+    truncate: Literal["NONE", "END"] = "END"
+    """What becomes of texts that are longer than the model takes: they are refused, or their end is cut off."""
+
+
+class CohereEmbeddings(msgspec.Struct, kw_only=True):
+    """The embeddings in the forms that were asked for."""
+
+    float: list[list[float]] | UnsetType = UNSET
+    base64: list[str] | UnsetType = UNSET
+
+
 class ApiVersion(msgspec.Struct, kw_only=True):
     """The version of Cohere's API."""
 
@@ -195,10 +217,11 @@ class ApiVersion(msgspec.Struct, kw_only=True):
 class BilledUnits(msgspec.Struct, kw_only=True):
     """What Cohere's service would count."""
 
-    search_units: int = 1
+    search_units: int | UnsetType = UNSET
+    input_tokens: int | UnsetType = UNSET
 
 
-class RerankMeta(msgspec.Struct, kw_only=True):
+class CohereMeta(msgspec.Struct, kw_only=True):
     """Cohere's description of a response."""
 
     api_version: ApiVersion
@@ -212,4 +235,14 @@ class RerankResponse(msgspec.Struct, kw_only=True):
     model: str
     usage: Usage
     results: list[RerankResult]
-    meta: RerankMeta | UnsetType = UNSET
+    meta: CohereMeta | UnsetType = UNSET
+
+
+class CohereEmbedResponse(msgspec.Struct, kw_only=True):
+    """All embeddings, in the order of the texts."""
+
+    id: str
+    response_type: Literal["embeddings_by_type"] = "embeddings_by_type"
+    embeddings: CohereEmbeddings
+    texts: list[str]
+    meta: CohereMeta

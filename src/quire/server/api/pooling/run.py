@@ -107,8 +107,6 @@ async def tokenized(model: ServedModel, given: Sequence[Prompt | Pair], params: 
             raise made
         if isinstance(made, RequestError):
             raise _placed(made, place, len(given))
-        if isinstance(made, RequestFailedError):
-            raise made
         prompts.append(made)
     return prompts
 

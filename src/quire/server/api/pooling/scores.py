@@ -81,7 +81,7 @@ def _rerank(*, is_cohere_v2: bool) -> Callable[[Request], Coroutine[Any, Any, AS
                     )
                     for i in order
                 ],
-                meta=api.RerankMeta(api_version=api.ApiVersion(), billed_units=api.BilledUnits())
+                meta=api.CohereMeta(api_version=api.ApiVersion(), billed_units=api.BilledUnits(search_units=1))
                 if is_cohere_v2
                 else UNSET,
             ),

@@ -1,0 +1,41 @@
+"""How much time searches for drafts may take."""
+
+from __future__ import annotations
+
+_SHARE = 0.01
+"""Of the time of all steps, what searches may take that save nothing."""
+_MOST_STEPS = 1.0
+"""Steps whose time is saved up, or owed, at most."""
+
+
+class SearchTime:
+    """The time that is left for searches: a share of all steps' time, and half of what accepted drafts have saved.
+
+    So a small model, whose steps are hardly longer than a search, loses no more than that share where nothing is found.
+    """
+
+    def __init__(self) -> None:
+        self._left_s = 0.0
+        self._step_s = 0.0
+        self._token_s = 0.0
+
+    @property
+    def is_left(self) -> bool:
+        """Whether a search may start now."""
+        return self._left_s >= 0.0
+
+    def spend(self, seconds: float) -> None:
+        """A search took this long."""
+        self._left_s = max(self._left_s - seconds, -_MOST_STEPS * self._step_s)
+
+    def observe_steps(self, seconds: float, num_steps: int, num_sequences: int) -> None:
+        """Each of this number of steps took this long, with this number of sequences."""
+        self._step_s, self._token_s = seconds, seconds / max(1, num_sequences)
+        self._add(_SHARE * seconds * num_steps)
+
+    def observe_accepted(self, num_tokens: int) -> None:
+        """This number of drafts of a sequence was right."""
+        self._add(0.5 * num_tokens * self._token_s)
+
+    def _add(self, seconds: float) -> None:
+        self._left_s = min(self._left_s + seconds, _MOST_STEPS * self._step_s)

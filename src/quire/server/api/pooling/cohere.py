@@ -1,0 +1,73 @@
+"""/v2/embed: embeddings as Cohere's clients ask for them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from quire.config.checkpoint.sentence_transformers import read_sentence_config
+from quire.server.api.pooling import protocol as api
+from quire.server.api.pooling.run import (
+    Output,
+    begin,
+    check_count,
+    check_task,
+    numbers,
+    numbers_response,
+    params_of,
+    pool,
+    tokenized,
+    usage_of,
+)
+from quire.server.http import sse
+from quire.server.http.bodies import read_struct
+from quire.server.http.endpoint import Endpoint
+from quire.server.http.state import context_of
+
+
+async def create_cohere_embeddings(request: Request) -> ASGIApp:
+    """POST /v2/embed"""
+    context, body = context_of(request), await read_struct(request, api.CohereEmbedRequest)
+    check_count(len(body.texts), "texts")
+    model = await begin(request, body)
+    if body.truncate_prompt_tokens is None:
+        body.truncate_prompt_tokens = body.max_tokens or (-1 if body.truncate == "END" else None)
+    params = params_of(context, body, check_task(model, context, "embed"), dimensions=body.output_dimension)
+    prompt = _prompt(model.llm.model_config.path, body.input_type)
+
+    async def embed() -> list[Output]:
+        prompts = await tokenized(model, [prompt + text for text in body.texts], params)
+        return await pool(model, prompts, params, context.request_id)
+
+    outputs = await sse.unless_disconnected(request, embed())
+    vectors = [output.outputs.data for output in outputs]
+    made = {form: [numbers(each, form) for each in vectors] for form in body.embedding_types or ("float",)}
+    units = api.BilledUnits(input_tokens=usage_of(outputs).prompt_tokens)
+    return await numbers_response(
+        api.CohereEmbedResponse(
+            id=context.request_id,
+            embeddings=api.CohereEmbeddings(float=made.get("float", UNSET), base64=made.get("base64", UNSET)),
+            texts=body.texts,
+            meta=api.CohereMeta(api_version=api.ApiVersion(), billed_units=units),
+        ),
+        sum([each.size for each in vectors]) * len(made),
+    )
+
+
+@lru_cache(64)
+def _prompt(folder: Path, input_type: str | None) -> str:
+    """What the model's folder says is put before texts of this kind, whose name may begin with `search_`."""
+    prompts, kind = read_sentence_config(folder).prompts, input_type or ""
+    return prompts.get(kind, prompts.get(kind.removeprefix("search_"), ""))
+
+
+ENDPOINTS = (
+    Endpoint(
+        "/v2/embed", "POST", create_cohere_embeddings, "Embed texts, for Cohere's clients",
+        request=api.CohereEmbedRequest, response=api.CohereEmbedResponse, generates=True,
+    ),
+)  # fmt: skip

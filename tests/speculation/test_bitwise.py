@@ -1,0 +1,134 @@
+"""Requests that ask for everything a request can ask for get the same bits with drafts of any kind and without.
+
+In all, 1,000 requests run with each drafter; `pytest -m thorough tests/speculation` runs 1,000 in each format.
+"""
+
+import pytest
+
+from quire import LLM, LoRARequest, SamplingParams
+from quire.common.outputs import RequestMetrics
+from quire.engine.process.messages import Progress
+from quire.engine.requests.sequence import SequenceGroup
+
+from .mixed import DRAFTERS, FORMATS, POLICIES, check, make_llm, make_requests, run, write_adapters
+
+NUM_PARTS = 20
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest]:
+    return write_adapters(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_no_drafter_changes_a_bit(part: int, adapters: list[LoRARequest]) -> None:
+    format_name, policy = list(FORMATS)[part // 4], POLICIES[part % 4]
+    found = check(make_llm(format_name, scheduling_policy=policy), make_requests(50, part, adapters))
+    for name in DRAFTERS:
+        assert found[name].num_drafts > 20, name
+    assert found["wrong"].num_accepted <= 0.02 * found["wrong"].num_drafts, "but for samples that are not returned"
+    assert found["mostly right"].num_accepted > 0.5 * found["mostly right"].num_drafts
+    assert found["prediction"].num_accepted > 50
+    assert found["mostly right"].num_steps < found["off"].num_steps
+    assert found["wrong"].num_preemptions > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_no_drafter_changes_a_bit_of_a_thousand_requests(format_name: str, adapters: list[LoRARequest]) -> None:
+    for part, policy in enumerate(POLICIES):
+        check(make_llm(format_name, scheduling_policy=policy), make_requests(250, 100 + part, adapters))
+
+
+def test_lookups_that_adapt_change_no_bit(adapters: list[LoRARequest]) -> None:
+    """As an engine does without a word about speculation. How many drafts there are depends on the times of steps."""
+    llm, requests = make_llm("bf16"), make_requests(40, 99, adapters)
+    drafting = llm.engine.scheduler.drafting
+    assert drafting is not None
+    without = run(llm, requests)
+    samples = {}
+    llm.engine.scheduler.drafting = llm.engine.committer.drafting = drafting
+    for request in requests:
+        llm.engine.add_request(request.name, request.prompt, request.params, lora_request=request.adapter)
+    while llm.engine.has_unfinished_requests():
+        for output in llm.engine.step():
+            if output.finished:
+                samples[output.request_id] = [o.token_ids for o in output.outputs]
+        llm.engine.requests.check_integrity()
+    for request in requests:
+        assert samples[request.name] == [tokens for tokens, *_ in without.samples[request.name][:-1]]
+    assert not drafting.num_errors
+
+
+REPEATED = "one two three four five six seven eight nine ten one two three four five six seven"
+
+
+def repeated(llm: LLM, name: str, **params: object) -> list[int]:
+    settings = {"temperature": 0, "max_tokens": 60, "ignore_eos": True, "repetition_penalty": 0.5}
+    llm.engine.add_request(name, REPEATED, SamplingParams(**settings | params))
+    while llm.engine.has_unfinished_requests():
+        outputs = llm.engine.step()
+    return list(outputs[-1].outputs[0].token_ids)
+
+
+def test_a_text_that_repeats_itself_takes_fewer_steps() -> None:
+    def steps(**config: object) -> tuple[list[int], int]:
+        llm = LLM(max_model_len=256, num_gpu_blocks_override=64, speculative_config=config)
+        return repeated(llm, "a"), llm.engine.scheduler.num_steps
+
+    expected, num_steps = steps(method="off")
+    for method in ("ngram", "suffix", "auto"):
+        token_ids, num_with = steps(method=method, adaptive=False)
+        assert token_ids == expected
+        assert num_with < 0.6 * num_steps
+
+
+def test_a_request_that_another_engine_began_goes_on_with_the_same_tokens() -> None:
+    """After a crash its tokens so far come with it, drafted or not."""
+    config = {"method": "auto", "adaptive": False}
+    for temperature in (0.0, 1.0):
+        params = {"temperature": temperature, "seed": 3}
+        llm = LLM(max_model_len=256, num_gpu_blocks_override=64, speculative_config=config)
+        whole = repeated(llm, "a", **params)
+        engine = LLM(max_model_len=256, num_gpu_blocks_override=64, speculative_config=config).engine
+        settings = {"max_tokens": 60, "ignore_eos": True, "repetition_penalty": 0.5} | params
+        progress = Progress(RequestMetrics(0.0), 0, whole[:23])
+        engine.add_request("a", REPEATED, SamplingParams(**settings), progress=progress)
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+        assert list(outputs[-1].outputs[0].token_ids) == whole
+        assert engine.scheduler.drafting.stats["own"].num_drafts > 0
+
+
+def test_a_failed_step_with_drafts_is_tried_again_and_changes_nothing() -> None:
+    llm = LLM(max_model_len=256, num_gpu_blocks_override=64, speculative_config={"adaptive": False})
+    expected = repeated(llm, "a")
+    execute, failed = llm.engine.executor.execute, []
+
+    def failing(batch):
+        if not failed and any(s.num_drafts for s in batch.sequences):
+            failed.append(batch.step)
+            raise RuntimeError("planted")
+        return execute(batch)
+
+    llm.engine.executor.execute = failing
+    assert repeated(llm, "b") == expected
+    assert failed
+
+
+@pytest.mark.parametrize("params", [{"logits_processors": [lambda tokens, logits: logits]}, {"beams": True}])
+def test_beams_and_processors_take_no_drafts(params: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire import BeamSearchParams
+
+    llm = LLM(max_model_len=256, num_gpu_blocks_override=64, speculative_config={"adaptive": False})
+    asked: list[SequenceGroup] = []
+    drafting = llm.engine.scheduler.drafting
+    monkeypatch.setattr(drafting, "propose", lambda sequences, *_: asked.extend(sequences) or [()] * len(sequences))
+    if "beams" in params:
+        llm.engine.add_request("a", REPEATED, BeamSearchParams(beam_width=2, max_tokens=8))
+    else:
+        llm.engine.add_request("a", REPEATED, SamplingParams(max_tokens=8, **params))
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+    assert not asked
