@@ -43,8 +43,6 @@ class SpeculativeConfig:
     """Drafts change the number of steps and never a token."""
 
     method: str = "auto"
-    model: str | None = None
-    """The draft model: a checkpoint with the same tokens, as `model` of an engine names one."""
     num_speculative_tokens: int = 8
     """Most drafts of a sequence in a step."""
     min_match: int = 2
@@ -53,6 +51,8 @@ class SpeculativeConfig:
     """Most tokens that are compared."""
     is_adaptive: bool = True
     """Whether a step verifies only the drafts that are expected to save time; otherwise as many as there are."""
+    model: str | None = None
+    """The draft model: a checkpoint with the same tokens, as `model` of an engine names one."""
 
     @property
     def sources(self) -> tuple[str, ...]:

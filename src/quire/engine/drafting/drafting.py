@@ -122,8 +122,9 @@ class Drafting:
             self.model.receive(self._known(seq).reading, end, drafted)
 
     def observe_step(self, batch: Batch, seconds: float, drafting_s: float = 0.0) -> None:
-        """A step took this long, without the draft model. Only decodes alone say how long rows take. Of steps that follow one of the
-        same shape, one in several is looked at: that takes microseconds, and steps of small models not many more."""
+        """A step took this long, without the draft model. Only decodes alone say how long rows take. Of steps that
+        follow one of the same shape, one in several is looked at: that takes microseconds, and steps of small models
+        not many more."""
         shape, self._num_equal_steps = (len(batch.sequences), batch.num_tokens), self._num_equal_steps + 1
         if shape == self._last_shape and self._num_equal_steps < _EQUAL_STEPS:
             return
