@@ -20,6 +20,7 @@ from benchmarks.engines.interleaved import TINY, Row, Run, case, interleaved, sp
 from benchmarks.engines.peers import PRECISIONS, ROOT, Quire, Transformers, Vllm, num_threads
 from benchmarks.engines.session import Session
 from quire.cli.bench.limits import Limits, WeightCosts
+from tools.wide_twin import write_wide_twin
 
 _BITS = {"bfloat16": 16, "int8": 8, "int4": 4}
 """Bits of a weight, without scales."""
@@ -169,6 +170,17 @@ def rest(run: Run) -> Iterator[Row]:
             session.close()
 
 
+def speculation(run: Run) -> Iterator[Row]:
+    """Measure what drafts gain at one prompt, with a twin of the embedded checkpoint as expensive as 0.5 B weights."""
+    twin = run.folder / "wide-twin"
+    if not (twin / "config.json").exists():
+        write_wide_twin("quire-tiny", twin)
+    for precision in _BITS:
+        arguments = (str(twin), "quire-draft", precision, str(run.rounds))
+        for line in _python("-m", "benchmarks.drivers.speculation", *arguments).splitlines():
+            yield json.loads(line)
+
+
 def latency(run: Run) -> Iterator[Row]:
     """Measure the time to the first token and between tokens, under several loads."""
     options = ["--model", str(ensure_checkpoint(run.checkpoint)), "--dtype", "bfloat16", "--max-model-len", "4096"]
@@ -219,6 +231,7 @@ FIGURES: dict[str, Callable[[Run], Iterator[Row]]] = {
     "ready": ready,
     "parts": parts,
     "rest": rest,
+    "speculation": speculation,
     "latency": latency,
     "growth": growth,
     "kernels": kernels,

@@ -234,6 +234,21 @@ def _rest(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     )
 
 
+def _speculation(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("Speculation", "python -m benchmarks speculation")
+    yield "A twin of quire-tiny as expensive as 0.5 B weights, one request at a time, greedy, with and without drafts"
+    yield "interleaved: by quire-draft for questions with long answers and for code, by the grammar for JSON. Tokens"
+    yield "that the grammar leaves no choice of are appended without drafts too: JSON always takes fewer steps.\n"
+    head = ("text", "weights", "drafts", "tokens", "steps without", "steps with", "faster by", "equal")
+    yield from _table(
+        head,
+        (
+            (r["text"], r["precision"], r["method"], r["num_tokens"], *r["num_steps"], r["speedup"], r["is_equal"])
+            for r in rows
+        ),
+    )
+
+
 def _latency(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from _title("Latency", "python -m benchmarks latency", "quire bench latency")
     yield "Prompts of 128 tokens in and 64 out. The limit is reading all weights once for each token.\n"
@@ -339,6 +354,7 @@ _SECTIONS: dict[str, Callable[[Sequence[Row], Path], Iterator[str]]] = {
     "ready": _ready,
     "parts": _parts,
     "rest": _rest,
+    "speculation": _speculation,
     "latency": _latency,
     "growth": _growth,
     "kernels": _kernels,

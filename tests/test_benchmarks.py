@@ -245,6 +245,12 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             "limit": "reading", "of_limit": 0.71, "kernel": "matmul",
         }
     ],
+    "speculation": [
+        {
+            "text": "answers", "method": "draft_model", "precision": "int8", "num_tokens": 303, "num_steps": [303, 100],
+            "elapsed_s": [[7.5], [3.5]], "speedup": 2.367, "is_equal": True,
+        }
+    ],
     "scheduler": [
         {"num_seqs": 1, "num_waiting": n, "add_us": 1.5, "schedule_us": 2.5, "commit_us": 3.5} for n in (0, 100)
     ],

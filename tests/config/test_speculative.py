@@ -52,10 +52,10 @@ def test_fields_that_bound_what_is_tried_have_no_effect(caplog, monkeypatch) -> 
     ("given", "said"),
     [
         ({"num_speculative_token": 3}, "unknown field 'num_speculative_token', did you mean 'num_speculative_tokens'"),
-        ({"model": "a/b"}, r"unknown field 'model' \(allowed: method, num_speculative_tokens, prompt_lookup_min"),
+        ({"tokens": 3}, r"unknown field 'tokens' \(allowed: method, model, num_speculative_tokens, prompt_lookup_min"),
         (
             {"method": "eagle3"},
-            r"speculative_config: method='eagle3' \(allowed: auto, suffix, ngram, prediction, off\)",
+            r"speculative_config: method='eagle3' \(allowed: auto, suffix, ngram, prediction, forced, draft_model",
         ),
         ({"method": "ngrams"}, "did you mean 'ngram'"),
         ({"method": 3}, "method=3 must be of the type str"),
@@ -79,4 +79,5 @@ def test_the_first_and_last_number_of_drafts_are_allowed() -> None:
 
 
 def test_what_is_off_has_no_drafters() -> None:
-    assert [method for method in METHODS if not read(method=method).sources] == ["off"]
+    assert [method for method, sources in METHODS.items() if not sources] == ["off"]
+    assert read(method="draft_model", model="quire-draft").model == "quire-draft"

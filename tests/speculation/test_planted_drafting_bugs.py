@@ -15,13 +15,13 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def accept_one_too_many(patch: pytest.MonkeyPatch) -> None:
-    accepted = commit._accepted_drafts
+    accepted = commit.accepted_drafts
 
     def one_more(step, drawn):
         drafts = step.token_ids[len(step.token_ids) - step.num_drafts :]
         return list(drafts[: len(accepted(step, drawn)) + 1])
 
-    patch.setattr(commit, "_accepted_drafts", one_more)
+    patch.setattr(commit, "accepted_drafts", one_more)
 
 
 def publish_before_the_check(patch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,28 @@ class TokenLogprobs:
     """[num_rows]: the token's place among all by likelihood, from 1"""
 
 
+class Ahead(msgspec.Struct, frozen=True, gc=False):
+    """What a draft model does with a sequence in a step: it reads the tokens that are accepted, and drafts."""
+
+    num_drafts: int = 0
+    """Tokens to draft behind the one that is drawn. The block tables have room for them behind `end`."""
+    unread: tuple[int, ...] = ()
+    """The tokens before the step's that it has not read yet."""
+    least_odds: float = 0.0
+    """It drafts no more once all its drafts are less probable to be right than this."""
+
+
+class Drafted(NamedTuple):
+    """What a draft model expects behind the token that was drawn last."""
+
+    token_ids: tuple[int, ...] = ()
+    odds: tuple[float, ...] = ()
+    """How probable each seemed to it if those before are right."""
+
+
+NOTHING_DRAFTED = Drafted()
+
+
 class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     """One sequence's share of a step: the tokens to run, and which of their rows are wanted for what.
 
@@ -174,6 +196,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     """The worker's slot of the LoRA adapter that these tokens run with; -1 for none."""
     token_type_ids: tuple[int, ...] | None = None
     """For each token, which text of a pair it belongs to; None for 0."""
+    ahead: Ahead | None = None
+    """None: no draft model reads this sequence now."""
 
     @property
     def end(self) -> int:
@@ -184,6 +208,17 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     def num_drafts(self) -> int:
         """How many of the last tokens are drafts."""
         return 0 if self.drawn is None else self.drawn.num_rows - 1
+
+
+def accepted_drafts(scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> list[int]:
+    """The drafts that equal what was drawn in their place, up to the first that does not.
+
+    A draw depends on its row alone, and a row on the tokens before it: each token is the one that would have been drawn
+    without drafts (drafter-invariant decoding, arXiv 2408.07978).
+    """
+    drafts = scheduled.token_ids[len(scheduled.token_ids) - scheduled.num_drafts :]
+    differing = (place for place, draft in enumerate(drafts) if draft != drawn[place])
+    return list(drafts[: next(differing, None)])
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -220,6 +255,10 @@ class StepResult(msgspec.Struct, frozen=True):
     """By the sequence's index in the batch: how pooling failed there. Other sequences are not affected."""
     errors: dict[int, str] = {}
     """By index in `token_ids`: how a request's own work failed there. That token means nothing."""
+    drafted: dict[int, Drafted] = {}
+    """By the index in the batch of each sequence that a draft model has read, what it drafted."""
+    drafting_s: float = 0.0
+    """The seconds that the draft model took."""
 
 
 def encode(message: Batch | StepResult) -> bytes:

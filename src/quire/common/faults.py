@@ -42,6 +42,7 @@ POINTS: dict[str, str] = {
     "memory.native": "a native kernel allocates temporary memory; fails once, by std::bad_alloc; only `after` applies",
     "tokenizer.encode": "a text is tokenized",
     "draft.propose": "a drafter is asked for drafts of a sequence; subject: its seq_id",
+    "draft.model": "a draft model is about to read a step's tokens",
     "grammar.compile": "a grammar is compiled, in a thread of its own",
     "grammar.mask": "a sequence's mask is filled; subject: its seq_id",
     "sampler.row": "a row of logits is changed (penalties, bias) before sampling; subject: the seq_id",

@@ -50,6 +50,8 @@ class EngineConfig:
     lora: LoRAConfig | None = None
     """None: no request has an adapter."""
     speculative: SpeculativeConfig = AUTOMATIC
+    draft: ModelConfig | None = None
+    """The draft model; None without one."""
 
 
 class _NamesChecked(type):
@@ -195,8 +197,9 @@ class EngineArgs(metaclass=_NamesChecked):
     def resolve(self) -> EngineConfig:
         """Check all arguments and read the checkpoint's config. Raises ConfigError or CheckpointError."""
         check_types(self)
+        model, speculative = self._model(), SpeculativeConfig.read(self.speculative_config or {})
         return EngineConfig(
-            model=self._model(),
+            model=model,
             cache=self._cache(),
             scheduler=SchedulerConfig(
                 self.max_num_seqs,
@@ -218,7 +221,8 @@ class EngineArgs(metaclass=_NamesChecked):
             logprobs_mode=check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES),
             measures_requests=not self.disable_log_stats,
             lora=self._lora(),
-            speculative=SpeculativeConfig.read(self.speculative_config or {}),
+            speculative=speculative,
+            draft=_draft_model(model, speculative),
         )
 
     def _model(self) -> ModelConfig:
@@ -312,6 +316,16 @@ class EngineArgs(metaclass=_NamesChecked):
                 f"max_model_len={length} is longer than the checkpoint's {model.max_context_len} positions"
             )
         return length
+
+
+def _draft_model(model: ModelConfig, speculative: SpeculativeConfig) -> ModelConfig | None:
+    """Computes as the model does, but is not quantized unless its files are. Raises ConfigError if the model pools."""
+    if speculative.model is None:
+        return None
+    if model.runner != "generate":
+        raise ConfigError(f"speculative_config: {model.model} generates nothing, so no draft model can help it")
+    draft = ModelConfig.resolve(speculative.model, dtype=model.dtype, runner="generate")
+    return dataclasses.replace(draft, max_model_len=min(model.max_model_len, draft.max_context_len))
 
 
 def _bytes(name: str, given: str | int | None) -> int | None:

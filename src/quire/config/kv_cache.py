@@ -151,10 +151,13 @@ class KVCacheGroup:
 
     layer_ids: tuple[int, ...]
     spec: KVCacheSpec
+    draft_specs: tuple[KVCacheSpec, ...] = ()
+    """Of all layers of a draft model, if their parts lie in this group's blocks, behind those of its own layers."""
 
     def block_bytes(self, block_size: int) -> int:
         """The bytes that the group's layers use of a block."""
-        return len(self.layer_ids) * self.spec.block_bytes(block_size)
+        of_draft = sum([spec.block_bytes(block_size) for spec in self.draft_specs])
+        return len(self.layer_ids) * self.spec.block_bytes(block_size) + of_draft
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
-from quire.common.errors import OutOfMemoryError
-from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from quire.common.errors import ConfigError, OutOfMemoryError
+from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec, NoCacheSpec
 from quire.config.machine import format_bytes
 
 
@@ -30,17 +30,41 @@ def group_layers(specs: Sequence[KVCacheSpec], block_size: int) -> tuple[KVCache
     )
 
 
+def with_draft_layers(groups: Sequence[KVCacheGroup], specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
+    """The groups, the first that keeps every token which these layers of a draft model need with their parts in its
+    blocks: so what happens to a block happens to both models' keys and values. Raises ConfigError if there is none.
+    """
+    needed = max([_num_kept(spec) for spec in specs])
+    for index, group in enumerate(groups):
+        if _num_kept(group.spec) >= needed and not any(isinstance(spec, NoCacheSpec) for spec in (group.spec, *specs)):
+            return (*groups[:index], dataclasses.replace(group, draft_specs=tuple(specs)), *groups[index + 1 :])
+    raise ConfigError(
+        "speculative_config: the layers of the draft model see more tokens than any layer of the model keeps; choose "
+        "another draft model"
+    )
+
+
+def _num_kept(spec: KVCacheSpec) -> float:
+    """The most tokens before a token that such a layer sees."""
+    return float(getattr(spec, "sliding_window", "inf"))
+
+
 def kv_cache_config(
     specs: Sequence[KVCacheSpec],
     block_size: int,
     *,
+    draft_specs: Sequence[KVCacheSpec] = (),
     num_bytes: int | None = None,
     num_blocks: int = 0,
     host_bytes: int = 0,
     max_chunk: int | None = None,
 ) -> KVCacheConfig:
-    """The cache that fits into `num_bytes`, or of exactly `num_blocks`. OutOfMemoryError if no block fits."""
-    config = KVCacheConfig(block_size, num_blocks, group_layers(specs, block_size), max_chunk=max_chunk)
+    """The cache that fits into `num_bytes`, or of exactly `num_blocks`, also for the layers of a draft model.
+    OutOfMemoryError if no block fits."""
+    groups = group_layers(specs, block_size)
+    if draft_specs:
+        groups = with_draft_layers(groups, draft_specs)
+    config = KVCacheConfig(block_size, num_blocks, groups, max_chunk=max_chunk)
     block_bytes, num_needed = config.block_bytes, config.blocks_to_hold(1)
     if num_bytes is not None:
         config = dataclasses.replace(config, num_blocks=num_bytes // block_bytes if block_bytes else 0)

@@ -10,17 +10,21 @@ from quire.common.errors import ConfigError, check_choice, nearest_name
 from quire.common.log import logger
 
 PREDICTION = "prediction"
-SOURCES = (PREDICTION, "own", "recent")
+SOURCES = (PREDICTION, "forced", "own", "recent")
 METHODS: Mapping[str, tuple[str, ...]] = {
     "auto": SOURCES,
     "suffix": SOURCES,
     "ngram": (PREDICTION, "own"),
     "prediction": (PREDICTION,),
+    "forced": ("forced",),
+    "draft_model": (PREDICTION, "forced", "model"),
     "off": (),
 }
-"""By method, where drafts are looked up: in the request's `prediction`, its own tokens, its tenant's recent outputs."""
+"""By method, where drafts come from: the request's `prediction`, its grammar, its own tokens, its tenant's recent
+outputs, another model."""
 _FIELDS: Mapping[str, tuple[str, type]] = {
     "method": ("method", str),
+    "model": ("model", str),
     "num_speculative_tokens": ("num_speculative_tokens", int),
     "prompt_lookup_min": ("min_match", int),
     "prompt_lookup_max": ("max_match", int),
@@ -49,6 +53,8 @@ class SpeculativeConfig:
     """Most tokens that are compared."""
     is_adaptive: bool = True
     """Whether a step verifies only the drafts that are expected to save time; otherwise as many as there are."""
+    model: str | None = None
+    """The draft model: a checkpoint with the same tokens, as `model` of an engine names one."""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -83,6 +89,8 @@ class SpeculativeConfig:
         low = values.get("min_match", max(1, min(default.min_match, values.get("max_match", default.min_match))))
         high = values.get("max_match", max(default.max_match, low))
         config = cls(**values | {"min_match": low, "max_match": high})
+        if (config.method == "draft_model") != (config.model is not None):
+            raise ConfigError("speculative_config: method='draft_model' needs a model, and no other method takes one")
         if not 1 <= config.num_speculative_tokens <= MOST_TOKENS:
             raise ConfigError(
                 f"speculative_config: num_speculative_tokens={config.num_speculative_tokens} must be from 1 to "

@@ -17,24 +17,30 @@ from quire.models.layers.caches import view_cache
 class CacheEngine:
     """Owns the blocks of each tier: rows of bytes, allocated at the start by the backends of their devices.
 
-    Layer i of every group is a view of part i of each row. So a block lies in one piece, and is swapped in one piece.
+    Layer i of every group is a view of part i of each row, and those of a draft model lie behind them. So a block lies
+    in one piece, and is swapped in one piece.
     """
 
     def __init__(self, config: KVCacheConfig, backend: kernels.Backend) -> None:
         self.config = config
         self.blocks = backend.zeroed_blocks(config.num_blocks, config.block_bytes)
         self.tiers = [self.blocks, kernels.backend_for("cpu").zeroed_blocks(config.num_host_blocks, config.block_bytes)]
+        self.draft_layers: list[LayerCache] = []
+        """The caches of a draft model's layers."""
         self.layers = self._layer_views()
+        """The caches of the model's layers: that of layer i at index i. There are none if no layer keeps anything."""
 
     def _layer_views(self) -> list[LayerCache]:
-        """The caches of the model's layers: that of layer i at index i. There are none if no layer keeps anything."""
         views: dict[int, LayerCache] = {}
         for group_id, group in enumerate(() if self.config.keeps_nothing else self.config.groups):
-            block_size, spec = self.config.block_size, group.spec
-            part_bytes = spec.block_bytes(block_size)
-            for part, layer_id in enumerate(group.layer_ids):
-                parts = self.blocks[:, part * part_bytes : (part + 1) * part_bytes]
-                views[layer_id] = view_cache(spec, parts, self.config.num_blocks, block_size, group_id)
+            block_size, end = self.config.block_size, 0
+            parts = list[LayerCache]()
+            for spec in (group.spec,) * len(group.layer_ids) + group.draft_specs:
+                start, end = end, end + spec.block_bytes(block_size)
+                buffer = self.blocks[:, start:end]
+                parts.append(view_cache(spec, buffer, self.config.num_blocks, block_size, group_id))
+            self.draft_layers += parts[len(group.layer_ids) :]
+            views.update(zip(group.layer_ids, parts, strict=False))
         return [views[layer_id] for layer_id in range(len(views))]
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
@@ -49,7 +55,7 @@ class CacheEngine:
         for group in sorted({copy.group for copy in copies}):
             fault_point("cache.copy")
             src, dst = self._slots([copy for copy in copies if copy.group == group])
-            for layer in self.layers:
+            for layer in (*self.layers, *self.draft_layers):
                 if layer.group == group:
                     layer.copy_slots(src, dst)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire.common.batch import Batch, StepResult
 from quire.common.errors import ConfigError
@@ -55,7 +55,8 @@ class SleepingExecutor:
 
 
 def _in_process(config: EngineConfig, kv_cache: KVCacheConfig) -> Executor:
-    return Worker(config.model, kv_cache, config.parallel, logprobs_mode=config.logprobs_mode, lora=config.lora)
+    modes: dict[str, Any] = {"logprobs_mode": config.logprobs_mode, "lora": config.lora, "draft": config.draft}
+    return Worker(config.model, kv_cache, config.parallel, **modes)
 
 
 EXECUTORS: dict[str, Callable[[EngineConfig, KVCacheConfig], Executor]] = {"in_process": _in_process}

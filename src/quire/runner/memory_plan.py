@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from quire.common.errors import OutOfMemoryError
+from quire.common.errors import ConfigError, OutOfMemoryError
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.cache import CacheConfig
 from quire.config.checkpoint.safetensors import SINGLE_FILE
@@ -20,6 +20,7 @@ from quire.models.base import Model
 from quire.models.registry import class_of
 from quire.models.weights.usage import WeightUse, weight_use
 from quire.runner.sampling.sampler import MAX_LOGITS_ROWS
+from quire.text.tokenizer.tokenizer import Tokenizer
 
 DEFAULT_KV_CACHE_LIMIT = 4 * 1024**3
 """taken at most when the user names no size: memory people expect to have left for other programs"""
@@ -125,6 +126,7 @@ class MemoryPlan:
             "model": f"{model.model} ({', '.join(kinds)})",
             "memory": f"{available} of {limit} free",
             "weights": f"{format_bytes(self.resident_weight_bytes)}{' in memory' if self.in_file else ''}",
+            **({} if self.config.draft is None else {"drafts": f"by {self.config.draft.model}, counted in each row"}),
             **self._file_rows(),
             **self._adapter_row(),
             "activations": f"{format_bytes(self.activation_bytes)} at most",
@@ -170,7 +172,8 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     Raises ConfigError, CheckpointError, or OutOfMemoryError where no block, or not the max_model_len asked for, fits.
     """
     config = args.resolve()
-    weights = weight_use(config.model)
+    _check_same_tokens(config)
+    weights = _weight_use(config)
     try:
         return _share_out(args, config, weights)
     except OutOfMemoryError as error:
@@ -183,7 +186,27 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
                 "little memory, and give FOLDER as the model: its experts can stay in the file"
             ) from None
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights_from_file="always"))
-        return _share_out(args, config, weight_use(config.model))
+        return _share_out(args, config, _weight_use(config))
+
+
+def _check_same_tokens(config: EngineConfig) -> None:
+    """Raises ConfigError unless the draft model, if there is one, has the model's tokens under the same ids."""
+    if (draft := config.draft) is None:
+        return
+    theirs, ours = (Tokenizer.from_path(model.tokenizer_path).vocabulary for model in (draft, config.model))
+    if theirs != ours:
+        raise ConfigError(
+            f"speculative_config: the draft model {draft.model} has other tokens than the model; choose one that was "
+            "trained with the same tokenizer"
+        )
+
+
+def _weight_use(config: EngineConfig) -> WeightUse:
+    """Of the model, and of the draft model if there is one."""
+    use = weight_use(config.model)
+    if config.draft is None:
+        return use
+    return dataclasses.replace(use, num_bytes=use.num_bytes + weight_use(config.draft).num_bytes)
 
 
 def _share_out(args: EngineArgs, config: EngineConfig, weights: WeightUse) -> MemoryPlan:
@@ -193,6 +216,9 @@ def _share_out(args: EngineArgs, config: EngineConfig, weights: WeightUse) -> Me
     machine = machine_memory().limited(config.cache.memory_limit_bytes)
     adapters = 0 if config.lora is None else adapter_reserve(config.model, config.lora)
     activations = _activation_bytes(model, config)
+    if config.draft is not None:
+        of_draft = dataclasses.replace(config, model=config.draft, lora=None)
+        activations += _activation_bytes(class_of(config.draft), of_draft)
     least_tokens = 0 if args.fits_model_len else config.model.max_model_len
     share = 1.0 if weights.file_bytes == 0 else _CACHE_SHARE_BESIDE_FILES
     others = weights.num_bytes - weights.file_bytes + adapters + activations
@@ -248,6 +274,7 @@ def _kv_cache(
             f"not fit into {where} {format_bytes(machine.limit_bytes)}: lower it, or take a smaller model"
         )
     layout: dict[str, Any] = {"host_bytes": cache.swap_bytes, "max_chunk": config.scheduler.max_num_batched_tokens}
+    layout["draft_specs"] = _draft_specs(config)
     if cache.num_blocks_override is not None:
         result = kv_cache_config(specs, cache.block_size, num_blocks=cache.num_blocks_override, **layout)
     else:
@@ -273,6 +300,13 @@ def _kv_cache_specs(model: type[Model], config: EngineConfig) -> list[KVCacheSpe
     return specs if config.cache.dtype == "auto" else [spec.with_dtype(config.cache.dtype) for spec in specs]
 
 
+def _draft_specs(config: EngineConfig) -> list[KVCacheSpec]:
+    """Those of the draft model, none without one."""
+    if config.draft is None:
+        return []
+    return _kv_cache_specs(class_of(config.draft), dataclasses.replace(config, model=config.draft))
+
+
 def _bytes_left(cache: CacheConfig, machine: MachineMemory) -> int:
     share = 1.0 if cache.memory_limit_bytes is not None else cache.memory_utilization
     return min(int(machine.limit_bytes * share), machine.available_bytes)
@@ -281,5 +315,6 @@ def _bytes_left(cache: CacheConfig, machine: MachineMemory) -> int:
 def _bytes_of_sequences(model: type[Model], config: EngineConfig, num_seqs: int, num_tokens: int) -> int:
     """Bytes for sequences of so many tokens. More than max_num_seqs of max_model_len could never be filled."""
     specs = _kv_cache_specs(model, config)
-    cache = kv_cache_config(specs, config.cache.block_size, num_blocks=MAX_BLOCKS_PER_SEQ)
+    drafts = _draft_specs(config)
+    cache = kv_cache_config(specs, config.cache.block_size, num_blocks=MAX_BLOCKS_PER_SEQ, draft_specs=drafts)
     return num_seqs * cache.blocks_to_hold(num_tokens) * cache.block_bytes

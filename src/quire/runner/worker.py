@@ -13,9 +13,10 @@ from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
 from quire.models.adapters.peft import read_adapter
 from quire.models.adapters.slots import AdapterSlots
-from quire.models.base import PoolingModel
+from quire.models.base import CausalLM, PoolingModel
 from quire.models.weights.loader import load_servable
 from quire.runner.cache_engine import CacheEngine
+from quire.runner.draft_runner import DraftRunner
 from quire.runner.model_runner import ModelRunner
 from quire.runner.pooling import pooler_info
 
@@ -30,8 +31,9 @@ class Worker:
         parallel: ParallelConfig,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         lora: LoRAConfig | None = None,
+        draft: ModelConfig | None = None,
     ) -> None:
-        """Without `lora`, no adapters can be loaded."""
+        """Without `lora`, no adapters can be loaded. `draft` is a model that drafts for the other."""
         backend = kernels.backend_for("cpu")
         self._threads = backend.threads(parallel.num_threads, parallel.cpus)
         self.cache_engine = CacheEngine(kv_cache, backend)
@@ -53,14 +55,29 @@ class Worker:
             self._adapters,
             backend,
         )
+        self._drafts = None if draft is None else self._draft_runner(model, draft, backend)
+
+    def _draft_runner(self, model: ModelConfig, draft: ModelConfig, backend: kernels.Backend) -> DraftRunner:
+        with self._threads:
+            loaded = load_servable(draft)
+        assert isinstance(loaded, CausalLM)
+        return DraftRunner(
+            loaded,
+            self.cache_engine.draft_layers,
+            self.cache_engine.config.block_size,
+            vocab_sizes=(draft.vocab_size, model.vocab_size),
+            max_lens=(draft.max_model_len, model.max_model_len),
+            backend=backend,
+        )
 
     def execute(self, batch: Batch) -> StepResult:
-        """Move blocks, run the model, draw tokens."""
+        """Move blocks, run the model, draw tokens, draft."""
         with self._threads:
             self.cache_engine.transfer(batch.transfers)
             self.cache_engine.copy_slots(batch.copies)
             fault_point("step.run")
-            return self.runner.run(batch)
+            result = self.runner.run(batch)
+            return result if self._drafts is None else self._drafts.run(batch.sequences, result)
 
     def load_adapter(self, slot: int, folder: Path, digest: str | None = None) -> None:
         """Read the adapter in `folder` and put it into a slot; as it was if this raises."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from quire.config.speculative import PREDICTION, SpeculativeConfig
+from quire.engine.drafting.forced import ForcedTokens
 from quire.engine.drafting.lookup import NO_DRAFT, Draft, look_up
+from quire.engine.drafting.model_drafts import ModelDrafts
 from quire.engine.drafting.recent import RecentOutputs
 from quire.engine.requests.sequence import Sequence as Seq
 from quire.engine.requests.sequence import SequenceGroup
@@ -95,8 +97,10 @@ class Predicted:
         """See Drafter."""
 
 
-_DRAFTERS: Mapping[str, type[OwnTokens] | type[OthersTokens] | type[Predicted]] = {
-    kind.name: kind for kind in (OwnTokens, OthersTokens, Predicted)
+_DRAFTERS: Mapping[str, Callable[[SpeculativeConfig], Drafter]] = {
+    **{kind.name: kind for kind in (OwnTokens, OthersTokens, Predicted)},
+    ForcedTokens.name: lambda _: ForcedTokens(),
+    ModelDrafts.name: ModelDrafts,
 }
 
 

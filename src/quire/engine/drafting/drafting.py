@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from quire.common.batch import Batch
+from quire.common.batch import Ahead, Batch, Drafted
 from quire.common.faults import fault_point
 from quire.common.log import logger
 from quire.common.outputs import DraftStats
 from quire.config.args import EngineConfig
 from quire.config.speculative import SpeculativeConfig
 from quire.engine.drafting.drafters import Drafter, make_drafters
+from quire.engine.drafting.forced import ForcedTokens
 from quire.engine.drafting.lengths import best_lengths, first_lengths, least_odds
 from quire.engine.drafting.lookup import NO_DRAFT, Draft
+from quire.engine.drafting.model_drafts import ModelDrafts, best_rate
 from quire.engine.drafting.row_times import RowTimes
 from quire.engine.drafting.search_time import SearchTime
 from quire.engine.drafting.trust import SequenceDrafts, Trust
@@ -57,6 +59,8 @@ class Drafting:
         """What was verified, by drafter."""
         self.num_errors = Counter[str]()
         """Exceptions, by drafter; those in no drafter are counted under an empty name."""
+        self.model = next((drafter for drafter in drafters if isinstance(drafter, ModelDrafts)), None)
+        """The drafts of a draft model, if there is one."""
         self._drafters = drafters
         self._config = config
         self._max_model_len = max_model_len
@@ -69,7 +73,7 @@ class Drafting:
     @property
     def may_search(self) -> bool:
         """Whether a search in this step is worth its time; if not, `propose` need not be called."""
-        return self._search_time.is_left
+        return self.model is not None or self._search_time.is_left
 
     def propose(self, sequences: Decodes, num_step_tokens: int, most: int, predict: Seconds) -> list[tuple[int, ...]]:
         """For each of these sequences, which draw a token each, the drafts to verify: at most `most` tokens in all,
@@ -101,9 +105,35 @@ class Drafting:
             else:
                 known.wait(_LONGEST_PAUSE)
 
-    def observe_step(self, batch: Batch, seconds: float) -> None:
-        """A step took this long. Only those of decodes alone say how long rows take. Of steps that follow one of the
-        same shape, one in several is looked at: that takes microseconds, and steps of small models not many more."""
+    def ahead(self, scheduled: Sequence[tuple[SequenceGroup, Seq, int, int, bool]]) -> dict[int, Ahead]:
+        """By sequence id, what the draft model does with those that run so many tokens and drafts, and perhaps take
+        drafts in the next step."""
+        planned, model, config = dict[int, Ahead](), self.model, self._config
+        with self._contained(ModelDrafts.name):
+            if model is None:
+                return planned
+            times = model.times(sum([takes for *_, takes in scheduled]), self.row_times)
+            for group, seq, num_tokens, num_drafts, takes in scheduled:
+                known, count, least = self._known(seq), config.num_speculative_tokens if takes else 0, 0.0
+                if count and config.is_adaptive:
+                    factor = known.trust[model.name].factor(self._trust[model.name].factor(1.0))
+                    rate, best = best_rate(factor * known.reading.mean_odds, times)
+                    count *= best > 0
+                    least = max(0.0, rate * (times[1] - times[0]))  # below these odds a draft is not worth its time
+                count = max(0, min(count, self._num_left(group, seq) - num_drafts - 2))
+                if (ahead := model.ahead(seq, known.reading, num_tokens, count, least)) is not None:
+                    planned[seq.seq_id] = ahead
+        return planned
+
+    def receive(self, seq: Seq, end: int, drafted: Drafted) -> None:
+        """The draft model has read the sequence's first `end` tokens, and drafted behind the next."""
+        if self.model is not None:
+            self.model.receive(self._known(seq).reading, end, drafted)
+
+    def observe_step(self, batch: Batch, seconds: float, drafting_s: float = 0.0) -> None:
+        """A step took this long, without the draft model. Only decodes alone say how long rows take. Of steps that
+        follow one of the same shape, one in several is looked at: that takes microseconds, and steps of small models
+        not many more."""
         shape, self._num_equal_steps = (len(batch.sequences), batch.num_tokens), self._num_equal_steps + 1
         if shape == self._last_shape and self._num_equal_steps < _EQUAL_STEPS:
             return
@@ -113,6 +143,8 @@ class Drafting:
             if all(s.drawn is not None and len(s.token_ids) == s.drawn.num_rows for s in batch.sequences):
                 if shape in self._seen_shapes:
                     self.row_times.observe(batch.num_tokens, seconds)
+                    if self.model is not None:
+                        self.model.observe(batch, drafting_s, seconds, self.row_times)
                 elif len(self._seen_shapes) == _MOST_SHAPES:
                     self._seen_shapes.clear()
                 self._seen_shapes.add(shape)  # the first step of a shape is recorded, which takes longer
@@ -138,6 +170,8 @@ class Drafting:
         known = seq.drafting
         if known is None or known.pause == 0 or not self._config.is_adaptive:
             return False
+        if self.model is not None or (seq.grammar is not None and ForcedTokens.name in self._trust):
+            return False  # one does not look for drafts without reason, the other forces tokens now and then
         known.pause -= 1
         return True
 
@@ -169,8 +203,7 @@ class Drafting:
 
     def _draft(self, group: SequenceGroup, seq: Seq, needed: float) -> Draft:
         """The draft that promises most; none of drafters that would have to be more reliable than they are."""
-        if (known := seq.drafting) is None:
-            known = seq.drafting = SequenceDrafts({name: Trust() for name in self._trust})
+        known = self._known(seq)
         best, most = NO_DRAFT, min(self._config.num_speculative_tokens, self._num_left(group, seq) - 1)
         for drafter in self._drafters if most > 0 else ():
             trust = known.trust[drafter.name]
@@ -188,6 +221,11 @@ class Drafting:
             if scaled.expected_tokens > best.expected_tokens:
                 best, known.drafter, known.odds = scaled, drafter.name, found.odds
         return best
+
+    def _known(self, seq: Seq) -> SequenceDrafts:
+        if seq.drafting is None:
+            seq.drafting = SequenceDrafts({name: Trust() for name in self._trust})
+        return seq.drafting
 
     def _num_left(self, group: SequenceGroup, seq: Seq) -> int:
         """How many more tokens the sequence may have."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from quire.engine.drafting.forced import Walk
+from quire.engine.drafting.model_drafts import ModelReading
 
 _PRIOR = 2.0
 """How many tested drafts the expectation before the first test counts as."""
@@ -55,6 +58,10 @@ class SequenceDrafts:
     """Steps in which no draft is looked for."""
     num_failures: int = 0
     """Consecutive attempts that gave no right draft."""
+    reading: ModelReading = field(default_factory=ModelReading)
+    """How far a draft model is."""
+    walk: Walk | None = None
+    """The latest one through the grammar."""
 
     def wait(self, longest: int) -> None:
         """An attempt gave no right draft: wait twice as long as after the one before, at most `longest` steps."""

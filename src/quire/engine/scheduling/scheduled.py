@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.common.batch import BlockIds, DrawnRows, MaskWords, ScheduledSequence
+from quire.common.batch import Ahead, BlockIds, DrawnRows, MaskWords, ScheduledSequence
 from quire.common.faults import fault_point
 from quire.engine.requests.sequence import Sequence
 
 
 def scheduled_sequence(
-    seq: Sequence, num_tokens: int, drafts: tuple[int, ...], block_tables: tuple[BlockIds, ...], adapter: int = -1
+    seq: Sequence,
+    num_tokens: int,
+    drafts: tuple[int, ...],
+    block_tables: tuple[BlockIds, ...],
+    adapter: int = -1,
+    ahead: Ahead | None = None,
 ) -> ScheduledSequence:
     """The sequence's next `num_tokens` tokens, and behind its newest token the `drafts`; `adapter` is the slot of its
-    LoRA adapter, -1 for none."""
+    LoRA adapter, -1 for none; `ahead` says what a draft model does."""
     token_ids, start = seq.token_ids, seq.num_computed_tokens
     end = start + num_tokens
     is_last = end == len(token_ids)
@@ -31,6 +36,7 @@ def scheduled_sequence(
         None if seq.pooling is None else seq.pooling.due(start, end),
         adapter,
         None if seq.pooling is None else seq.pooling.types(start, end),
+        ahead,
     )
 
 

@@ -15,6 +15,7 @@ from quire.common.log import logger
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.drafting.drafting import Drafting
 from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
+from quire.engine.scheduling.draft_slots import look_ahead, make_slots, takes_drafts
 from quire.engine.scheduling.loaded_adapters import LoadedAdapters
 from quire.engine.scheduling.policy import make_policy
 from quire.engine.scheduling.preemption import Preemptor
@@ -73,11 +74,11 @@ class Scheduler:
         """The longest cached prefix that leaves the tokens to compute whose successors must still be scored."""
         return self.blocks.look_up(seq.seq_id, seq.token_ids, group.content_key, seq.max_cached_tokens)
 
-    def observe(self, batch: Batch, seconds: float) -> None:
-        """Learn how long a batch took."""
+    def observe(self, batch: Batch, seconds: float, drafting_s: float = 0.0) -> None:
+        """Learn how long a batch took, and how long of that the draft model."""
         self.step_time.observe(batch.num_tokens, seconds)
         if self.drafting is not None:
-            self.drafting.observe_step(batch, seconds)
+            self.drafting.observe_step(batch, seconds - drafting_s, drafting_s)
 
     # The plan
 
@@ -95,12 +96,14 @@ class Scheduler:
         if not plan.preempted:
             self._start_queued(plan)
         self._add_drafts(plan)
+        ahead = {} if self.drafting is None else look_ahead(plan, self.drafting, self.blocks)
         sequences, drafts, block_tables = [], plan.drafts, self.blocks.block_tables
         for group, seq, num_tokens in plan.scheduled:
             requests.planning_group = group
             seq_drafts = drafts.get(seq.seq_id, ()) if drafts else ()
             adapter = -1 if group.adapter is None else self.adapters.slot(group)
-            sequences.append(scheduled_sequence(seq, num_tokens, seq_drafts, block_tables(seq.seq_id), adapter))
+            tables, seq_ahead = block_tables(seq.seq_id), ahead.get(seq.seq_id)
+            sequences.append(scheduled_sequence(seq, num_tokens, seq_drafts, tables, adapter, seq_ahead))
         requests.planning_group = None
         transfers = self.blocks.take_transfers(self.num_steps)
         self.num_swapped_blocks += sum([len(transfer.pairs) for transfer in transfers])
@@ -138,21 +141,16 @@ class Scheduler:
         most = min(plan.token_budget, self.config.max_num_seqs - plan.num_seqs)
         if self.drafting is None or most <= 0 or not self.drafting.may_search:
             return
-        decodes = [(group, seq) for group, seq, num_tokens in plan.scheduled if _takes_drafts(group, seq, num_tokens)]
+        decodes = [(group, seq) for group, seq, num_tokens in plan.scheduled if takes_drafts(group, seq, num_tokens)]
         if not decodes:
             return
         num_tokens = sum([num_tokens for _, _, num_tokens in plan.scheduled])
-        num_left = plan.num_seqs - 1 + self.blocks.watermark_blocks
         drafts = self.drafting.propose(decodes, num_tokens, most, self.step_time.predict)
         for (group, seq), token_ids in zip(decodes, drafts, strict=True):
             if not token_ids:
                 continue
             self.requests.planning_group = group
-            start, end = seq.num_computed_tokens, len(seq.token_ids) + len(token_ids)
-            has_room = self.blocks.has_room(seq.seq_id, end)
-            if has_room or self.blocks.can_append(seq.seq_id, start, end, num_left):
-                if not has_room:
-                    self.blocks.append(seq.seq_id, start, end)
+            if make_slots(plan, self.blocks, seq, len(seq.token_ids) + len(token_ids)):
                 plan.drafts[seq.seq_id] = token_ids
                 plan.token_budget -= len(token_ids)
 
@@ -365,14 +363,3 @@ class Scheduler:
         plan.num_seqs += group.num_wanted_seqs
         requests.start(group)
         return True
-
-
-def _takes_drafts(group: SequenceGroup, seq: Sequence, num_tokens: int) -> bool:
-    """Whether drafts may follow the tokens that the sequence runs: if it then draws a single token, and neither beams
-    nor a caller's own function choose it."""
-    return (
-        seq.num_computed_tokens + num_tokens == len(seq.token_ids)
-        and len(seq.draws) == 1
-        and group.search is None
-        and not group.processors
-    )

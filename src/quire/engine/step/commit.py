@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from quire.common.batch import Batch, ScheduledSequence, StepResult
+from quire.common.batch import Batch, StepResult, accepted_drafts
 from quire.common.errors import failure
 from quire.common.faults import fault_point
 from quire.common.log import logger
@@ -60,13 +60,15 @@ class Committer:
             group, seq = owner
             end, token_ids = scheduled.start + len(scheduled.token_ids), seq.token_ids
             if drawn is not None and drawn.num_rows > 1:
-                accepted = _accepted_drafts(scheduled, result.token_ids[draws.start : draws.stop])
+                accepted = accepted_drafts(scheduled, result.token_ids[draws.start : draws.stop])
                 end += len(accepted) - scheduled.num_drafts
                 token_ids, draws = token_ids + accepted, draws[: len(accepted) + 1]
                 if self.drafting is not None and seq.drafting is not None:
                     self.drafting.observe(seq, scheduled.num_drafts, len(accepted))
                     group.metrics.count_drafts(seq.drafting.drafter, scheduled.num_drafts, len(accepted))
             seq.num_computed_tokens = end
+            if self.drafting is not None and place in result.drafted:
+                self.drafting.receive(seq, end, result.drafted[place])
             publish(scheduled.seq_id, token_ids, end)
             if counts_tokens:
                 served = max(seq.num_served_tokens, scheduled.start)  # cached and recomputed tokens are free
@@ -202,14 +204,3 @@ class Committer:
         if self.drafting is not None:
             self.drafting.finish(group, seq)
         self.requests.finish(group, seq)
-
-
-def _accepted_drafts(scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> list[int]:
-    """The drafts that equal what was drawn in their place, up to the first that does not.
-
-    A draw depends on its row alone, and a row on the tokens before it: each token is the one that would have been drawn
-    without drafts (drafter-invariant decoding, arXiv 2408.07978).
-    """
-    drafts = scheduled.token_ids[len(scheduled.token_ids) - scheduled.num_drafts :]
-    differing = (place for place, draft in enumerate(drafts) if draft != drawn[place])
-    return list(drafts[: next(differing, None)])

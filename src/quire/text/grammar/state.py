@@ -83,12 +83,12 @@ class GrammarState:
         them: a grammar that fails at one of them may not have to."""
         return self._matcher.deep_copy().validate_tokens(list(token_ids))
 
-    def forced_tokens(self) -> list[int]:
+    def forced_tokens(self, *, always: bool = False) -> list[int]:
         """Return the tokens that must come next, as the tokenizer splits their text; empty if there is a choice.
 
-        Each of them is the only token that the mask at its position allows.
+        Each of them is the only token that the mask at its position allows. Only with `jumps`, or `always`.
         """
-        return self._matcher.compute_ff_tokens() if self.jumps else []
+        return self._matcher.compute_ff_tokens() if self.jumps or always else []
 
     @property
     def may_end(self) -> bool:

@@ -1,0 +1,93 @@
+"""Drafts of a draft model, which the worker runs behind the model: how many it makes, and what became of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, repeat
+from operator import mul
+
+from quire.common.batch import NOTHING_DRAFTED, Ahead, Batch, Drafted
+from quire.config.speculative import SpeculativeConfig
+from quire.engine.drafting.lookup import NO_DRAFT, Draft
+from quire.engine.drafting.row_times import RowTimes
+from quire.engine.requests.sequence import Sequence as Seq
+from quire.engine.requests.sequence import SequenceGroup
+
+_MOST_UNREAD = 64
+"""A sequence that went on for more tokens than these without drafts gets no more of them."""
+_PASS_RATE = 0.1
+
+
+@dataclass(slots=True)
+class ModelReading:
+    """How far the draft model is with a sequence."""
+
+    num_read: int | None = None
+    """How many tokens it has read; None before the sequence's first step, when it has read what is cached."""
+    num_tokens: int = 0
+    """Those of the sequence when it drafted."""
+    drafted: Drafted = NOTHING_DRAFTED
+    mean_odds: float = 0.8
+    """Of its latest drafts."""
+
+
+class ModelDrafts:
+    """Proposes what the draft model has drafted at the end of the sequence's latest step. That it should do so must be
+    said when that step is planned, since it needs slots of the cache: `ahead`."""
+
+    name = "model"
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._config = config
+        self._pass_time = 0.0
+        """Of the draft model, in the unit of RowTimes.shape."""
+
+    def propose(self, group: SequenceGroup, seq: Seq, most: int) -> Draft:
+        """See Drafter. Tokens that a grammar has appended since then must be among the drafts."""
+        assert seq.drafting is not None
+        reading = seq.drafting.reading
+        token_ids, odds = reading.drafted
+        num_behind = len(seq.token_ids) - reading.num_tokens
+        if tuple(seq.token_ids[reading.num_tokens :]) != token_ids[:num_behind]:
+            return NO_DRAFT
+        return Draft(token_ids[num_behind:][:most], odds[num_behind:][:most])
+
+    def finish(self, group: SequenceGroup, seq: Seq) -> None:
+        """See Drafter."""
+
+    def receive(self, reading: ModelReading, end: int, drafted: Drafted) -> None:
+        """The draft model has read a sequence's first `end` tokens, which are computed, and drafted behind the next."""
+        reading.num_read, reading.num_tokens, reading.drafted = end, end + 1, drafted
+        if drafted.odds:
+            reading.mean_odds = sum(drafted.odds) / len(drafted.odds)
+
+    def observe(self, batch: Batch, drafting_s: float, seconds: float, rows: RowTimes) -> None:
+        """In a step of decodes the draft model took `drafting_s`, and the model `seconds`."""
+        num_passes = max([0 if s.ahead is None else s.ahead.num_drafts for s in batch.sequences])
+        if num_passes and seconds > 0.0:
+            pass_time = drafting_s / num_passes / seconds * rows.shape(batch.num_tokens)
+            self._pass_time += (_PASS_RATE if self._pass_time else 1.0) * (pass_time - self._pass_time)
+
+    def times(self, num_decodes: int, rows: RowTimes) -> list[float]:
+        """By number of drafts for each of these sequences, the time of drafting them and of a step with them."""
+        counts = range(1 + self._config.num_speculative_tokens)
+        return [rows.shape(num_decodes * (1 + count)) + count * self._pass_time for count in counts]
+
+    def ahead(
+        self, seq: Seq, reading: ModelReading, num_tokens: int, num_drafts: int, least_odds: float
+    ) -> Ahead | None:
+        """What it does with a sequence that runs `num_tokens` tokens. With a single one it waits until drafts are
+        wanted, and then reads what it has missed."""
+        start = seq.num_computed_tokens
+        read = reading.num_read = start if reading.num_read is None else min(reading.num_read, start)
+        if (num_drafts == 0 and num_tokens == 1) or start - read > _MOST_UNREAD:
+            return None
+        return Ahead(num_drafts, tuple(seq.token_ids[read:start]), least_odds)
+
+
+def best_rate(odds: float, times: list[float]) -> tuple[float, int]:
+    """The most tokens that are expected in a unit of time, where each draft is right with these odds, and the number of
+    drafts that gives so many."""
+    worth = accumulate(repeat(odds, len(times) - 1), mul, initial=1.0)
+    rates = [tokens / time for tokens, time in zip(accumulate(worth), times, strict=True)]
+    return max(zip(rates, range(len(rates)), strict=True), key=lambda found: found[0])

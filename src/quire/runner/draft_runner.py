@@ -1,0 +1,173 @@
+"""A draft model: reads what the model's steps accept, and drafts what may come next (Leviathan et al. 2023)."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from quire import kernels
+from quire.common.batch import (
+    Ahead,
+    Drafted,
+    Draw,
+    DrawnRows,
+    ScheduledSequence,
+    StepResult,
+    TokenIds,
+    accepted_drafts,
+)
+from quire.common.faults import fault_point
+from quire.common.log import logger
+from quire.models.base import CausalLM
+from quire.models.layers.batch_tensors import LayerCache
+from quire.runner.decode_graphs import MAX_ROWS, DecodeGraphs
+from quire.runner.model_runner import build_tensors
+from quire.runner.sampling.sampler import Sampler
+
+_LONGEST_RECORDED = 40
+"""Tokens of a sequence in a pass that is recorded: those of a step with the most drafts, and some more."""
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A sequence that the draft model reads, and what it has drafted for it."""
+
+    place: int
+    sequence: ScheduledSequence
+    """The tokens of the next pass; `drawn` is the last row, or None if nothing is drafted."""
+    ahead: Ahead
+    token_ids: list[int] = field(default_factory=list)
+    odds: list[float] = field(default_factory=list)
+    probability: float = 1.0
+
+    def take(self, token_id: int, odds: float) -> bool:
+        """Draft a token. Returns whether another one is wanted."""
+        self.token_ids.append(token_id)
+        self.odds.append(odds)
+        self.probability *= odds
+        drawn, end = self.sequence.drawn, self.sequence.end
+        assert drawn is not None
+        history = None if drawn.history is None else _longer(drawn.history, token_id)
+        self.sequence = replace(self.sequence, token_ids=(token_id,), start=end, drawn=replace(drawn, history=history))
+        return len(self.token_ids) < self.ahead.num_drafts and self.probability >= self.ahead.least_odds
+
+
+class DraftRunner:
+    """Owns the draft model and its layers' caches, which lie in the blocks of the model's: what the batches say of
+    blocks and tables holds for both. After a step it keeps nothing of it.
+
+    A draft is the token that seems likeliest to it after the request's penalties and bans, also where the model draws
+    at random: that is right more often than a token drawn with the same random number (ADR 0057). It knows no grammars
+    and no adapters.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        kv: Sequence[LayerCache],
+        block_size: int,
+        *,
+        vocab_sizes: tuple[int, int],
+        max_lens: tuple[int, int],
+        backend: kernels.Backend,
+    ) -> None:
+        """The pairs are the draft model's vocabulary size or longest sequence, and the model's."""
+        self._model, self._kv, self._block_size = model, kv, block_size
+        self._vocab_sizes, self._max_len = vocab_sizes, max_lens[0]
+        self._workspace = backend.workspace()
+        self._sampler = Sampler(backend)
+        self._graphs = DecodeGraphs(model, kv, block_size, -(-max_lens[1] // block_size), self._workspace)
+        self._can_record = backend.can_record and model.can_record
+
+    @torch.inference_mode()
+    def run(self, sequences: Sequence[ScheduledSequence], result: StepResult) -> StepResult:
+        """The result of the model's step, and the drafts behind it. A failure costs the drafts alone."""
+        start_s = time.monotonic()
+        readings = list[_Reading]()
+        try:
+            fault_point("draft.model")
+            going_on = readings = self._readings(sequences, result)
+            while going_on:
+                going_on = self._pass(going_on)
+        except Exception:
+            logger.exception("the draft model failed: this step makes no drafts")
+            readings = []
+        drafted = {r.place: Drafted(tuple(r.token_ids), tuple(r.odds)) for r in readings}
+        return replace(result, drafted=drafted, drafting_s=time.monotonic() - start_s)
+
+    def _readings(self, sequences: Sequence[ScheduledSequence], result: StepResult) -> list[_Reading]:
+        counts = [0 if s.drawn is None else len(s.drawn.draws) * s.drawn.num_rows for s in sequences]
+        readings = list[_Reading]()
+        for place, (s, count, end) in enumerate(zip(sequences, counts, accumulate(counts), strict=True)):
+            has_failed = result.errors and not result.errors.keys().isdisjoint(range(end - count, end))
+            if s.ahead is not None and s.end + s.ahead.num_drafts <= self._max_len and not has_failed:
+                readings.append(
+                    _Reading(place, self._to_read(s, s.ahead, result.token_ids[end - count : end]), s.ahead)
+                )
+        return readings
+
+    def _to_read(self, s: ScheduledSequence, ahead: Ahead, drawn_ids: tuple[int, ...]) -> ScheduledSequence:
+        """The tokens that it has missed, those that the step accepts, and if it drafts, the one drawn behind them."""
+        token_ids, drawn = ahead.unread + s.token_ids, None
+        if s.drawn is not None and ahead.num_drafts:
+            (draw,), history = s.drawn.draws, s.drawn.history
+            num_accepted = len(accepted_drafts(s, drawn_ids))
+            num_rejected, newest = s.num_drafts - num_accepted, drawn_ids[num_accepted]
+            token_ids = (*token_ids[: len(token_ids) - num_rejected], newest)
+            if history is not None:
+                history = _longer(history[: len(history) - num_rejected], newest)
+            reduces = self._vocab_sizes[0] < self._vocab_sizes[1]
+            drawn = DrawnRows((_as_draft(draw, reduces),), s.drawn.num_prompt_tokens, 1, history)
+        if self._vocab_sizes[0] < self._vocab_sizes[1]:  # numbers without a token that a caller may give
+            token_ids = tuple([token_id if token_id < self._vocab_sizes[0] else 0 for token_id in token_ids])
+        return ScheduledSequence(s.seq_id, token_ids, s.start - len(ahead.unread), s.block_tables, drawn)
+
+    def _pass(self, readings: list[_Reading]) -> list[_Reading]:
+        """Read, and draft a token for each sequence that wants one. Returns those that want another."""
+        sequences = [reading.sequence for reading in readings]
+        logits = self._logits(sequences)
+        if logits is None:
+            return []
+        drawn, vocab_size = self._sampler.sample(logits, sequences), self._vocab_sizes[1]
+        going_on = list[_Reading]()
+        drafting = [reading for reading in readings if reading.sequence.drawn is not None]
+        for row, (reading, token_id) in enumerate(zip(drafting, drawn.token_ids, strict=True)):
+            odds = float(np.exp(drawn.logprobs[row].logprobs[0, 0]))
+            if row not in drawn.errors and token_id < vocab_size and reading.take(token_id, odds):
+                going_on.append(reading)
+        return going_on
+
+    def _logits(self, sequences: Sequence[ScheduledSequence]) -> Tensor | None:
+        """[num_drawn, vocab] float32: of the last row of each sequence that draws; None if none does."""
+        lens = [len(s.token_ids) for s in sequences]
+        is_decode = max(lens) <= _LONGEST_RECORDED and all(s.drawn is not None for s in sequences)
+        if self._can_record and is_decode and sum(lens) <= MAX_ROWS:
+            with self._workspace:
+                logits = self._graphs.logits(sequences)
+            if len(logits) == len(sequences):
+                return logits
+            return kernels.embedding(torch.tensor(list(accumulate(lens))) - 1, logits)
+        with self._workspace:
+            tensors = build_tensors(sequences, self._block_size)
+            hidden = self._model(tensors, self._kv)
+            if not len(tensors.logit_rows):
+                return None
+            return self._model.compute_logits(kernels.embedding(tensors.logit_rows, hidden))
+
+
+def _longer(history: TokenIds, token_id: int) -> TokenIds:
+    return np.append(history, np.int32(token_id))
+
+
+@lru_cache(maxsize=1024)
+def _as_draft(draw: Draw, reduces: bool) -> Draw:
+    """The draw of the likeliest token, with its probability; if it `reduces`, without the tokens that a smaller
+    vocabulary may not have."""
+    changed = replace(draw, temperature=0.0, logprobs=0, logprobs_mode="raw_logprobs", processors=())
+    return replace(changed, allowed_token_ids=None, logit_bias=()) if reduces else changed

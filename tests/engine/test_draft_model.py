@@ -1,0 +1,242 @@
+"""Another model drafts, with keys and values in the same blocks: outputs stay the same, whatever happens to blocks."""
+
+import random
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.common.batch import Ahead, Batch, Drafted, ScheduledSequence, StepResult, decode, encode
+from quire.common.errors import ConfigError
+from quire.common.faults import Fault, inject
+from quire.config.kv_cache import FullAttentionSpec, KVCacheGroup, LatentSpec, NoCacheSpec, SlidingWindowSpec
+from quire.config.kv_layout import kv_cache_config, with_draft_layers
+from quire.engine.drafting.model_drafts import best_rate
+from quire.text.tokenizer.tokenizer import Tokenizer
+
+from .test_mixed_requests import any_params, any_prompt, told
+
+VOCAB = 8192
+
+
+def make(draft: str | None, *, k: int = 3, adaptive: bool = False, **arguments: object) -> LLM:
+    config = {"method": "draft_model", "model": draft, "num_speculative_tokens": k, "adaptive": adaptive}
+    settings = {"max_model_len": 128, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 48} | arguments
+    return LLM(speculative_config=config if draft else {"method": "off"}, **settings)
+
+
+def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], preempts: bool = False) -> list:
+    engine, done, rng = llm.engine, {}, random.Random(0)
+    for i, (prompt, its_params) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(i), prompt, its_params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                done[int(output.request_id)] = output
+        engine.requests.check_integrity()
+        if preempts and engine.requests.running and rng.random() < 0.1:
+            engine.scheduler.preemptor.preempt(rng.choice(engine.requests.running))
+    assert not engine.blocks.num_used_blocks
+    return [done[i] for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"swap_space": 0.01, "preemption_mode": "swap"}, {"quantization": "int8", "kv_cache_dtype": "int8"}],
+    ids=["bfloat16", "swapped", "int8"],
+)
+def test_requests_of_every_kind_get_what_they_get_without_a_draft_model(arguments):
+    rng = random.Random(4)
+    shared = [rng.randrange(3, VOCAB) for _ in range(40)]
+    prompts = [any_prompt(rng, shared) for _ in range(40)]
+    params = [any_params(rng) for _ in prompts]
+    expected = run(make(None, **arguments), prompts, params)
+    llm = make("quire-draft", num_gpu_blocks_override=200, max_num_batched_tokens=256, **arguments)
+    assert [told(output) for output in run(llm, prompts, params, preempts=True)] == [told(one) for one in expected]
+    assert llm.engine.scheduler.drafting.stats["model"].num_tokens > 60
+
+
+class Same:
+    """A model that drafts for itself: each draft must be right, or its keys and values are not those of its tokens."""
+
+    def __init__(self, **arguments: object) -> None:
+        self.llm = make("quire-tiny", **arguments)
+
+    def check(self, prompts: list[list[int]], preempts: bool = False, **params: object) -> None:
+        stats = self.llm.engine.scheduler.drafting.stats["model"]
+        before = stats.num_tokens
+        each = [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, **params) for _ in prompts]
+        run(self.llm, prompts, each, preempts)
+        assert stats.num_tokens > before + 15 * len(prompts)
+        assert stats.num_accepted == stats.num_tokens
+
+
+@pytest.fixture(scope="module")
+def same() -> Same:
+    return Same(swap_space=0.01)
+
+
+def numbers(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB) for _ in range(length)]
+
+
+def test_drafts_are_right_behind_cached_prefixes_copied_tails_and_chunks(same):
+    prompt = numbers(1, 90)
+    same.check([prompt])
+    same.check([prompt])
+    same.check([[*prompt[:37], 5, 6], [*prompt[:37], 7], prompt[:64]])
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_drafts_are_right_after_preemptions(same, monkeypatch, mode):
+    monkeypatch.setattr(same.llm.engine.scheduler.preemptor, "_mode", mode)
+    same.check([numbers(seed, 30) for seed in range(10, 18)], preempts=True)
+
+
+def test_penalties_and_bans_hold_for_drafts_too(same):
+    same.check([numbers(2, 20)], presence_penalty=1.0, repetition_penalty=1.3, min_tokens=9, bad_words=["the"])
+
+
+def test_each_sample_of_a_prompt_is_drafted_for(same):
+    stats = same.llm.engine.scheduler.drafting.stats["model"]
+    run(same.llm, [numbers(3, 21)], [SamplingParams(n=3, top_k=1, temperature=1.0, seed=1, max_tokens=30)])
+    assert stats.num_accepted == stats.num_tokens
+
+
+def test_what_it_has_not_read_is_read_when_drafts_are_wanted_again(same, monkeypatch):
+    model, num_calls = same.llm.engine.scheduler.drafting.model, 0
+    ahead = model.ahead
+
+    def now_and_then(seq, reading, num_tokens, num_drafts, least_odds):
+        nonlocal num_calls
+        num_calls += 1
+        return ahead(seq, reading, num_tokens, num_drafts if num_calls % 6 == 1 else 0, least_odds)
+
+    monkeypatch.setattr(model, "ahead", now_and_then)
+    stats = same.llm.engine.scheduler.drafting.stats["model"]
+    before = stats.num_tokens
+    run(same.llm, [numbers(7, 33)], [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)])
+    assert stats.num_tokens > before + 8
+    assert stats.num_accepted == stats.num_tokens
+
+
+def test_a_sequence_that_went_on_for_long_without_drafts_gets_none(same):
+    model = same.llm.engine.scheduler.drafting.model
+
+    class Seq:
+        num_computed_tokens, token_ids = 100, list(range(101))
+
+    class Reading:
+        num_read = 30
+
+    assert model.ahead(Seq, Reading, 1, 3, 0.0) is None
+    Reading.num_read = 90
+    assert model.ahead(Seq, Reading, 1, 3, 0.5).unread == tuple(range(90, 100))
+    assert model.ahead(Seq, Reading, 1, 0, 0.5) is None
+    Seq.num_computed_tokens = 0  # preempted
+    assert model.ahead(Seq, Reading, 9, 0, 0.0).unread == ()
+
+
+def test_a_failure_of_the_draft_model_costs_the_drafts(same, quiet):
+    prompt, params = numbers(8, 20), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    (expected,) = run(same.llm, [prompt], [params])
+    stats = same.llm.engine.scheduler.drafting.stats["model"]
+    before = stats.num_tokens
+
+    with inject(Fault("draft.model", times=None)):
+        (output,) = run(same.llm, [prompt], [params])
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert stats.num_tokens == before
+
+
+def test_drafts_end_with_the_context_and_with_max_tokens(same):
+    prompts = [numbers(9, 110), numbers(9, 20)]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (18, 2)]
+    outputs = run(same.llm, prompts, params)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [18, 2]
+
+
+def test_the_number_of_drafts_follows_their_cost():
+    assert best_rate(0.9, [1.0, 1.01, 1.02, 1.03])[1] == 3
+    assert best_rate(0.5, [1.0, 1.3, 1.6, 1.9])[1] == 1
+    assert best_rate(0.1, [1.0, 1.3, 1.6, 1.9]) == (1.0, 0)
+
+
+def test_an_adaptive_engine_gives_the_same_and_drafts(same):
+    llm = make("quire-tiny", adaptive=True)
+    prompt, params = numbers(8, 20), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    (expected,), (output,) = run(same.llm, [prompt], [params]), run(llm, [prompt], [params])
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+# The cache
+
+FULL = FullAttentionSpec(2, 64, "bfloat16")
+
+
+def test_the_layers_of_a_draft_model_lie_in_the_blocks_of_the_first_group_that_keeps_enough():
+    window, draft = SlidingWindowSpec(2, 64, "bfloat16", 16), FullAttentionSpec(1, 48, "bfloat16")
+    groups = (KVCacheGroup((0,), window), KVCacheGroup((1,), FULL), KVCacheGroup((2,), LatentSpec(8, 8, "bfloat16")))
+    assert [group.draft_specs for group in with_draft_layers(groups, [draft])] == [(), (draft,), ()]
+    assert [group.draft_specs for group in with_draft_layers(groups, [window])] == [(window,), (), ()]
+    with pytest.raises(ConfigError, match="see more tokens than any layer of the model keeps"):
+        with_draft_layers(groups[:1], [draft])
+    with pytest.raises(ConfigError, match="choose another draft model"):
+        with_draft_layers(groups, [NoCacheSpec()])
+    plain, both = (kv_cache_config([FULL] * 2, 16, num_blocks=9, draft_specs=specs) for specs in ((), [draft]))
+    assert both.block_bytes == plain.block_bytes + 16 * draft.bytes_per_token
+    assert both.bytes_per_token == plain.bytes_per_token + draft.bytes_per_token
+
+
+def test_the_plan_counts_the_draft_model(same):
+    plan, alone = same.llm.engine.plan, make(None).engine.plan
+    assert plan.weight_bytes == 2 * alone.weight_bytes
+    assert plan.activation_bytes == 2 * alone.activation_bytes
+    assert plan.kv_cache.block_bytes == 2 * alone.kv_cache.block_bytes
+    assert "by quire-tiny" in str(plan)
+
+
+def test_what_goes_to_a_draft_model_and_comes_from_it_can_be_sent():
+    scheduled = ScheduledSequence(1, (5, 6), 3, (), ahead=Ahead(3, (7, 8), 0.25))
+    assert decode(encode(Batch(1, (scheduled,))), Batch).sequences[0].ahead == scheduled.ahead
+    result = StepResult((4,), drafted={0: Drafted((9, 9), (0.5, 0.25))}, drafting_s=0.125)
+    assert decode(encode(result), StepResult) == result
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"method": "draft_model"}, "needs a model"),
+        ({"model": "quire-draft"}, "no other method takes one"),
+        ({"method": "draft_model", "model": 3}, "model=3 must be of the type str"),
+    ],
+)
+def test_a_draft_model_comes_with_its_method(config, message):
+    with pytest.raises(ConfigError, match=message):
+        LLM(speculative_config=config)
+
+
+def test_a_model_that_pools_takes_no_draft_model():
+    with pytest.raises(ConfigError, match="generates nothing"):
+        LLM(runner="pooling", speculative_config={"method": "draft_model", "model": "quire-draft"})
+
+
+def test_another_vocabulary_is_refused(monkeypatch):
+    monkeypatch.setattr(Tokenizer, "vocabulary", property(lambda tokenizer: {str(id(tokenizer)): 0}))
+    with pytest.raises(ConfigError, match="draft model quire-draft has other tokens than the model"):
+        make("quire-draft")
+
+
+def test_a_draft_model_with_fewer_or_more_numbers_than_tokens(same, monkeypatch):
+    """Checkpoints of one family pad their vocabularies to different sizes."""
+    prompt = numbers(8, 20)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias={8191: -1.0})
+    (expected,) = run(same.llm, [prompt], [params])
+    runner = same.llm.engine.executor._drafts
+    for sizes in ((VOCAB - 200, VOCAB), (VOCAB, VOCAB - 200)):
+        monkeypatch.setattr(runner, "_vocab_sizes", sizes)
+        (output,) = run(same.llm, [prompt], [params])
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids

@@ -1,0 +1,166 @@
+"""What a grammar forces is drafted, and what it nearly forces; outputs are the same with and without."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.common.params import StructuredOutputsParams
+from quire.engine.drafting.forced import ForcedTokens
+from quire.engine.drafting.trust import SequenceDrafts
+
+SCHEMA = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"module": {"enum": ["json", "pickle"]}, "return_type": {"type": "integer", "maximum": 9}},
+        "required": ["module", "return_type"],
+        "additionalProperties": False,
+    },
+    "minItems": 4,
+    "maxItems": 4,
+}
+JSON = StructuredOutputsParams(json=SCHEMA)
+REQUESTS = {
+    "plain": {"temperature": 0},
+    "drawn": {"seed": 3, "temperature": 1.5},
+    "compact": {"seed": 4, "structured_outputs": StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)},
+    "logprobs": {"temperature": 0.5, "seed": 5, "logprobs": 2},
+    "stopped": {"seed": 6, "stop": ["return_ty"]},
+    "stopped by a token": {"seed": 6, "stop_token_ids": [95]},
+    "long": {"seed": 7, "min_tokens": 30},
+    "short": {"seed": 8, "max_tokens": 9},
+    "samples": {"seed": 9, "n": 2},
+    "banned": {"seed": 10, "bad_words": ["json"], "presence_penalty": 0.5},
+    "regex": {"seed": 11, "structured_outputs": StructuredOutputsParams(regex="(abc|abd){3} = [0-9]{4} hello world")},
+}
+
+
+def run(method: str) -> tuple[dict[str, object], int]:
+    config = {"method": method, "adaptive": False}
+    engine = LLM(max_model_len=256, num_gpu_blocks_override=256, speculative_config=config).engine
+    for name, changed in REQUESTS.items():
+        params = SamplingParams(**{"max_tokens": 120, "structured_outputs": JSON} | changed)
+        engine.add_request(name, f"Some {name} modules as JSON:", params)
+    outputs = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs[output.request_id] = [(s.token_ids, s.text, s.logprobs, s.finish_reason) for s in output.outputs]
+        engine.requests.check_integrity()
+    return outputs, engine.scheduler.num_steps
+
+
+def test_outputs_are_those_without_drafts_in_fewer_steps():
+    (expected, num_steps), (found, num_fewer) = run("off"), run("forced")
+    assert found == expected
+    assert num_fewer < 0.75 * num_steps, "of the request with the most"
+    assert len(expected["samples"]) == 2
+
+
+class Spelled:
+    """A grammar of a text of letters in which some places are forced, and capitals may be anything."""
+
+    def __init__(self, text: str, forced: str = "", place: int = 0) -> None:
+        self.text, self.forced, self.place = text, forced, place
+
+    def fork(self):
+        return Spelled(self.text, self.forced, self.place)
+
+    def mask(self):
+        words = np.zeros(16, np.int32)
+        words[:] = -1 if self.text[self.place].isupper() else 0
+        words[0] |= 1 + self.text[self.place].islower()
+        return words
+
+    def advance(self, token_id):
+        self.place += 1
+        return True
+
+    def forced_tokens(self, *, always):
+        assert always
+        text = self.text[self.place :]
+        return [ord(letter) for letter in text[: len(text) - len(text.lstrip(self.forced))]]
+
+    @property
+    def is_finished(self):
+        return self.place >= len(self.text)
+
+
+def sequence(text: str, done: str = "", forced: str = "f"):
+    tokens = [1, *map(ord, done)]
+    grammar = Spelled(text, forced, len(done))
+    return SimpleNamespace(seq_id=1, token_ids=tokens, grammar=grammar, drafting=SequenceDrafts({}))
+
+
+def go_on(seq, text: str) -> None:
+    for letter in text:
+        seq.token_ids.append(ord(letter))
+        seq.grammar.advance(ord(letter))
+
+
+def drafted(drafter, seq, tenant: str = "a", most: int = 8) -> str:
+    group = SimpleNamespace(tenant=tenant, content_key=0)
+    return "".join(map(chr, drafter.propose(group, seq, most).token_ids))
+
+
+def test_forced_tokens_are_drafted_up_to_the_first_choice():
+    assert drafted(ForcedTokens(), sequence("fffaf")) == "fff"
+    assert drafted(ForcedTokens(), sequence("fffaf"), most=2) == "ff"
+    assert drafted(ForcedTokens(), sequence("affaf", "a")) == "ff"
+    assert drafted(ForcedTokens(), sequence("ff", "f")) == "f", "and not beyond the end"
+    assert drafted(ForcedTokens(), SimpleNamespace(grammar=None)) == ""
+
+
+def test_a_choice_is_drafted_as_it_was_made_before_by_the_same_tenant():
+    drafter, first = ForcedTokens(), sequence("affaff")
+    assert drafted(drafter, first) == ""
+    go_on(first, "aff")
+    assert drafted(drafter, first) == "aff", "where the grammar allows the same"
+    drafter.finish(None, first)
+    assert drafted(drafter, sequence("affaff")) == "affaff"
+    assert drafted(drafter, sequence("affaff"), tenant="b") == ""
+
+
+def test_wrong_drafts_are_unlearned_and_teach_nothing_behind_them():
+    drafter, seq = ForcedTokens(), sequence("a" * 40)
+    drafted(drafter, seq)
+    go_on(seq, "x")
+    assert drafted(drafter, seq) == "xxxxxxxx"
+    go_on(seq, "y")
+    assert drafted(drafter, seq) == "yyyyyyyy"
+    kept = sorted(bytes(drawn).decode() for drawn in drafter._drawn.values())
+    assert kept == ["x", "xy", "y"], "the places behind the wrong draft tell nothing"
+    assert drafter.propose(SimpleNamespace(tenant="a", content_key=0), seq, 1).odds[0] < 1.0
+
+
+def test_the_text_of_values_is_not_drafted():
+    drafter, seq = ForcedTokens(), sequence("AAf")
+    assert drafted(drafter, seq) == ""
+    go_on(seq, "A")
+    assert drafted(drafter, seq) == ""
+    go_on(seq, "A")
+    assert drafted(drafter, seq) == "f"
+
+
+def test_only_the_latest_places_are_remembered(monkeypatch):
+    monkeypatch.setattr("quire.engine.drafting.forced._MOST_PLACES", 2)
+    drafter = ForcedTokens()
+    for newest in "bcd":
+        seq = sequence("a" * 9, newest)
+        drafted(drafter, seq)
+        go_on(seq, "a")
+        drafter.finish(None, seq)
+    assert len(drafter._drawn) == 2
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_drafts_of_a_sequence_with_a_grammar_are_looked_for_in_each_step(adaptive):
+    config = {"method": "forced", "adaptive": adaptive}
+    engine = LLM(max_model_len=64, num_gpu_blocks_override=16, speculative_config=config).engine
+    drafting = engine.scheduler.drafting
+    seq = sequence("a")
+    seq.drafting.pause = 9
+    assert not drafting._pauses(seq)
+    seq.grammar = None
+    assert drafting._pauses(seq) is adaptive
