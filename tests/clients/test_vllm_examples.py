@@ -42,9 +42,7 @@ def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-def run(
-    example: str, *arguments: str, url: str = "", model: str = MODEL, monkeypatch: pytest.MonkeyPatch
-) -> str:
+def run(example: str, *arguments: str, url: str = "", model: str = MODEL, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run an example as the program that it is, and return what it prints."""
     monkeypatch.setattr(sys, "argv", [example, *arguments])
     code = compile(source_of(example, url, model), str(FOLDER / example), "exec")

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculate",
         action="store_true",
-        help="show what came from accepted drafts; --speculative-config chooses them",
+        help="show what came from accepted drafts; --speculative-config chooses them (default here: method suffix)",
     )
     add_lora_argument(parser)
     add_sampling_arguments(parser)
@@ -58,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Load the model, then read and answer messages until the input ends."""
     given = sampling_options(options)
+    if options.speculate and options.speculative_config is None:
+        options.speculative_config = {"method": "suffix"}
     llm, lora = load_llm_and_adapter(options)
     session = ChatSession(llm, sampling_params(given, llm), options.system, lora, shows_drafts=options.speculate)
     interactive = sys.stdin.isatty()

@@ -20,7 +20,7 @@ from quire.engine.drafting.lengths import best_lengths, first_lengths, least_odd
 from quire.engine.drafting.lookup import NO_DRAFT, Draft
 from quire.engine.drafting.model_drafts import ModelDrafts, best_rate
 from quire.engine.drafting.row_times import RowTimes
-from quire.engine.drafting.search_time import SearchTime
+from quire.engine.drafting.search_time import SHORTEST_STEP_S, SearchTime
 from quire.engine.drafting.trust import SequenceDrafts, Trust
 from quire.engine.requests.sequence import Sequence as Seq
 from quire.engine.requests.sequence import SequenceGroup
@@ -64,7 +64,7 @@ class Drafting:
         self._drafters = drafters
         self._config = config
         self._max_model_len = max_model_len
-        self._search_time = SearchTime()
+        self._search_time = SearchTime(SHORTEST_STEP_S if config.method == "auto" and config.is_adaptive else 0.0)
         self._last_shape = 0, 0
         self._num_equal_steps = 0
         self._seen_shapes = set[tuple[int, int]]()

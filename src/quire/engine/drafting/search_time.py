@@ -6,6 +6,8 @@ _SHARE = 0.01
 """Of the time of all steps, what searches may take that save nothing."""
 _MOST_STEPS = 1.0
 """Steps whose time is saved up, or owed, at most."""
+SHORTEST_STEP_S = 4e-3
+"""Of models whose steps are shorter, drafts save less than recording their shapes and looking for them takes."""
 
 
 class SearchTime:
@@ -14,7 +16,9 @@ class SearchTime:
     So a small model, whose steps are hardly longer than a search, loses no more than that share where nothing is found.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shortest_step_s: float = 0.0) -> None:
+        """Nothing is searched while steps are shorter than `shortest_step_s`."""
+        self._shortest_step_s = shortest_step_s
         self._left_s = 0.0
         self._step_s = 0.0
         self._token_s = 0.0
@@ -22,7 +26,7 @@ class SearchTime:
     @property
     def is_left(self) -> bool:
         """Whether a search may start now."""
-        return self._left_s >= 0.0
+        return self._left_s >= 0.0 and self._step_s >= self._shortest_step_s
 
     def spend(self, seconds: float) -> None:
         """A search took this long."""

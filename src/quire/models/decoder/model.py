@@ -55,7 +55,7 @@ class Decoder(CausalLM):
         """Without a head, `compute_logits` is not to be called, and the token table is only a table."""
         super().__init__()
         shape = self.shape(config)
-        if has_head and any(isinstance(spec, NoCacheSpec) for spec in self.kv_cache_specs(config)):
+        if has_head and any(isinstance(spec, NoCacheSpec) for spec in type(self).kv_cache_specs(config)):
             raise UnsupportedModelError(
                 f"{config.hf_config.source}: attention in both directions ('use_bidirectional_attention' is true, or "
                 "'is_causal' false) is for models that pool (runner='pooling'): text is generated from left to right"
