@@ -135,6 +135,10 @@ def _check_modules(model: Any) -> None:
             raise UnsupportedModelError(f"{name} ({type(module).__name__}) keeps other states than keys and values")
         if any(parameter.dim() > 2 for parameter in module.parameters(recurse=False)):
             raise UnsupportedModelError(f"{name} ({type(module).__name__}) keeps the matrices of experts in one tensor")
+        if hasattr(module, "create_position_ids_from_input_ids"):  # as in RoBERTa: positions begin after the padding's
+            raise UnsupportedModelError(
+                f"{name} ({type(module).__name__}) counts positions from the padding token's id"
+            )
     if model.base_model is model:
         raise UnsupportedModelError("its layers and its head cannot be separated")
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
