@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SERVER_TESTS = (
     "adapters", "admission", "answers_bad_input", "app", "auth", "background_responses", "bad_input", "chat",
     "completions", "config", "embeddings", "endpoints", "hostile", "messages", "messages_translation", "operations",
-    "responses", "responses_translation", "shared_fields", "streams",
+    "predictions", "responses", "responses_translation", "shared_fields", "streams",
 )  # fmt: skip
 TESTS = (
     "tests/config",

@@ -6,6 +6,7 @@ libraries take seconds to import, so where they do not run, their files are not 
 """
 
 import gc
+import math
 import os
 import signal
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from quire.engine.drafting import drafting
 from tests import embedded
 from tests.effort import CLIENTS, mark_slow, register_profiles
 
@@ -49,6 +51,14 @@ def embedded_checkpoints():
     """An engine of an embedded checkpoint is made in a fraction of the time."""
     with embedded.kept():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def steps_of_any_length_take_no_drafts_unasked():
+    """How many steps a request takes would else depend on how long they take. Tests of drafts name a method."""
+    before, drafting.SHORTEST_STEP_S = drafting.SHORTEST_STEP_S, math.inf
+    yield
+    drafting.SHORTEST_STEP_S = before
 
 
 @pytest.fixture(autouse=True)

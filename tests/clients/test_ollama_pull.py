@@ -28,6 +28,7 @@ def server(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     with in_thread(hub.app) as url:
         monkeypatch.setenv("HF_ENDPOINT", url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
         memory = ["--kv-cache-memory", "16MiB", "--model-memory", "160MiB"]
         with quire_serve(tmp_path, "draft=quire-draft", *memory, "--admin-key", ADMIN) as served:
             yield served
@@ -72,6 +73,7 @@ def test_a_broken_download_is_an_error_and_goes_on_later(
     with in_thread(hub.app) as url:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
         monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", url + TEMPLATE)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         hub.cut_weights_after = SIZE // 2
         with pytest.raises(CheckpointError, match="cannot be downloaded"):
             args.resolve()

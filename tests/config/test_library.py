@@ -10,8 +10,8 @@ from quire.config.checkpoint.library import implementation, library_config
 from quire.config.hf_config import HFConfig
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64}
-NANOCHAT = {"architectures": ["NanoChatForCausalLM"], "model_type": "nanochat", "hidden_size": 64}
-NANOCHAT |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+BITNET = {"architectures": ["BitNetForCausalLM"], "model_type": "bitnet", "hidden_size": 64}
+BITNET |= {"num_hidden_layers": 2, "num_attention_heads": 4}
 MISSING = "pip install 'quire\\[transformers\\]'"
 
 
@@ -26,13 +26,13 @@ def test_a_class_of_quire_is_preferred(model_impl):
 
 def test_transformers_runs_what_is_asked_for_or_what_quire_has_no_class_for():
     assert chosen(LLAMA, "transformers") == ("LlamaForCausalLM", "transformers")
-    assert chosen(NANOCHAT) == ("NanoChatForCausalLM", "transformers")
+    assert chosen(BITNET) == ("BitNetForCausalLM", "transformers")
 
 
 @pytest.mark.parametrize("model_impl", ["quire", "vllm"])
 def test_nothing_else_runs_where_quire_is_asked_for(model_impl):
-    with pytest.raises(UnsupportedModelError, match="'NanoChatForCausalLM' is not supported"):
-        chosen(NANOCHAT, model_impl)
+    with pytest.raises(UnsupportedModelError, match="'BitNetForCausalLM' is not supported"):
+        chosen(BITNET, model_impl)
 
 
 def test_another_implementation_is_unknown():
@@ -42,20 +42,20 @@ def test_another_implementation_is_unknown():
 
 def test_without_the_library_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not there
-    with pytest.raises(UnsupportedModelError, match=f"'NanoChatForCausalLM' is not supported .*{MISSING}"):
-        chosen(NANOCHAT)
+    with pytest.raises(UnsupportedModelError, match=f"'BitNetForCausalLM' is not supported .*{MISSING}"):
+        chosen(BITNET)
     with pytest.raises(ConfigError, match=MISSING):
-        chosen(NANOCHAT, "transformers")
+        chosen(BITNET, "transformers")
     assert chosen(LLAMA) == ("LlamaForCausalLM", "quire")
 
 
 @pytest.mark.parametrize(
     "named",
     [
-        {"architectures": ["NanoChatForCausalLM"], "model_type": "llama"},
-        {"architectures": ["NanoChatForCausalLM"]},
-        {"architectures": ["NanoChatForCausalLM"], "model_type": ["nanochat"]},
-        {"architectures": ["NanoChatForCausalLM", "Other"], "model_type": "nanochat"},
+        {"architectures": ["BitNetForCausalLM"], "model_type": "llama"},
+        {"architectures": ["BitNetForCausalLM"]},
+        {"architectures": ["BitNetForCausalLM"], "model_type": ["bitnet"]},
+        {"architectures": ["BitNetForCausalLM", "Other"], "model_type": "bitnet"},
         {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"},
     ],
 )
@@ -65,7 +65,7 @@ def test_the_class_must_be_the_librarys_for_the_type(named):
 
 
 def test_the_usual_names_are_filled_in_from_the_librarys_defaults():
-    config = implementation(HFConfig(NANOCHAT | {"vocab_size": 99}, "c/config.json"), "auto")[2]
+    config = implementation(HFConfig(BITNET | {"vocab_size": 99}, "c/config.json"), "auto")[2]
     assert config.source == "c/config.json"
     assert {name: config[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")} == {
         "vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2,
@@ -78,7 +78,7 @@ def test_the_usual_names_are_filled_in_from_the_librarys_defaults():
 
 def test_keys_that_choose_code_do_not_reach_the_library():
     keys = {"attn_implementation": "a/b", "_attn_implementation": "a/b", "_experts_implementation_internal": "a/b"}
-    given = NANOCHAT | keys | {"auto_map": {"AutoConfig": "x.Y"}, "quantization_config": {}}
+    given = BITNET | keys | {"auto_map": {"AutoConfig": "x.Y"}, "quantization_config": {}}
     config = library_config(HFConfig(given, "c"))
     assert config._attn_implementation is None
     assert not any(hasattr(config, name) for name in ("auto_map", "quantization_config"))
@@ -87,9 +87,9 @@ def test_keys_that_choose_code_do_not_reach_the_library():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (NANOCHAT | {"num_hidden_layers": "x"}, "c: transformers refuses it: "),
+        (BITNET | {"num_hidden_layers": "x"}, "c: transformers refuses it: "),
         (
-            NANOCHAT | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            BITNET | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             "c: rope_type dynamic is not supported through transformers",
         ),
         (

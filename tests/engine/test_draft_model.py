@@ -55,6 +55,13 @@ def test_requests_of_every_kind_get_what_they_get_without_a_draft_model(argument
     assert llm.engine.scheduler.drafting.stats["model"].num_tokens > 60
 
 
+def test_drafts_take_no_slots_that_another_request_may_need():
+    prompts, params = [[5, 6, 7 + i] * 10 for i in range(2)], SamplingParams(temperature=0, max_tokens=30)
+    arguments = {"num_gpu_blocks_override": 5, "max_model_len": 64}
+    expected, found = (run(make(draft, **arguments), prompts, [params] * 2) for draft in (None, "quire-draft"))
+    assert [told(output) for output in found] == [told(output) for output in expected]
+
+
 class Same:
     """A model that drafts for itself: each draft must be right, or its keys and values are not those of its tokens."""
 

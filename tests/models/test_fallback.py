@@ -238,7 +238,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a mask": ("DogeForCausalLM", {}, "DogeAttention .* brings a mask of its own"),
     "two maps": ("DiffLlamaForCausalLM", {}, "DiffLlamaAttention attends more than once"),
     "both directions": ("BertLMHeadModel", {"pad_token_id": 0}, "sees later tokens too"),
-    "other positions": ("RobertaForCausalLM", DECODING_BERT, "counts positions from the padding's id"),
+    "other positions": ("RobertaForCausalLM", DECODING_BERT, "counts positions from the padding token's id"),
     "kept to itself": ("NemotronForCausalLM", {}, "is not handed what `forward` was given"),
     "own attention": ("BioGptForCausalLM", {}, "does not let its attention be replaced"),
     "a tied head's bias": (

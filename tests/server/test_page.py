@@ -143,7 +143,7 @@ def test_whatever_can_be_filled_in_has_a_label() -> None:
     labelled = set(re.findall(r'<label[^>]*\bfor="([^"]+)"', INDEX))
     wrapped = {
         name
-        for label in re.findall(r"<label>(.*?)</label>", INDEX, re.S)
+        for label in re.findall(r"<label\b[^>]*>(.*?)</label>", INDEX, re.S)
         for name in re.findall(r'id="([^"]+)"', label)
     }
     fields = set(re.findall(r'<(?:input|textarea|select)(?![^>]*aria-label=)[^>]*\bid="([^"]+)"', INDEX))

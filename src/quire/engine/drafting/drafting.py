@@ -110,8 +110,7 @@ class Drafting:
         drafts in the next step."""
         planned, model, config = dict[int, Ahead](), self.model, self._config
         with self._contained(ModelDrafts.name):
-            if model is None:
-                return planned
+            assert model is not None, "there is nothing ahead without a draft model"
             times = model.times(sum([takes for *_, takes in scheduled]), self.row_times)
             for group, seq, num_tokens, num_drafts, takes in scheduled:
                 known, count, least = self._known(seq), config.num_speculative_tokens if takes else 0, 0.0
@@ -127,8 +126,8 @@ class Drafting:
 
     def receive(self, seq: Seq, end: int, drafted: Drafted) -> None:
         """The draft model has read the sequence's first `end` tokens, and drafted behind the next."""
-        if self.model is not None:
-            self.model.receive(self._known(seq).reading, end, drafted)
+        assert self.model is not None, "nothing is received without a draft model"
+        self.model.receive(self._known(seq).reading, end, drafted)
 
     def observe_step(self, batch: Batch, seconds: float, drafting_s: float = 0.0) -> None:
         """A step took this long, without the draft model. Only decodes alone say how long rows take. Of steps that
