@@ -240,7 +240,7 @@ def test_adapters_are_loaded_and_unloaded_while_others_stream(adapters: Path, nu
         "num_threads": 1,
         "max_num_seqs": 40,
         "speculative_config": {"method": "off"},
-    }  # records no further steps
+    }
     door = Door(**ARGS | arguments)
     app = Server(state_over(door.llm, "base", args=ServerArgs(lora_dir=str(adapters))))
     long = COMPLETION | {"max_tokens": 24, "ignore_eos": True, "stream": True}
