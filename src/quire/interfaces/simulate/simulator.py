@@ -46,7 +46,7 @@ class Simulator:
         self.model = FakeModel(lambda seq_id: self._owner(seq_id)[1].token_ids)
         drafting = None
         if acceptance is not None:
-            speculation = SpeculativeConfig(num_speculative_tokens=draft_length)
+            speculation = SpeculativeConfig("suffix", num_speculative_tokens=draft_length)
             drafters = [FakeDrafter(self.model, acceptance)]
             drafting = Drafting(drafters, speculation, kv_cache.max_tokens, self._clock)  # searches take no time
         self.scheduler = Scheduler(
