@@ -243,10 +243,10 @@ def test_demo_shows_texts_speed_and_reuse(run: Run, loaded: dict[str, Any]) -> N
 
 def test_options_of_vllm_are_taken_where_they_make_no_difference(run: Run, loaded: dict[str, Any]) -> None:
     arguments = ["--enforce-eager", "quire-draft", "--load-format", "auto", "--no-enable-log-requests"]
-    assert run("chat", *arguments, "--kv_offloading_size=0.5")[0] == 0
+    assert run("chat", *arguments, "--kv_offloading_size=0.5", "--speculative-config", "None")[0] == 0
     assert loaded["kwargs"] == {
         "enforce_eager": True, "model": "quire-draft", "load_format": "auto", "enable_log_requests": False,
-        "kv_offloading_size": 0.5,
+        "kv_offloading_size": 0.5, "speculative_config": None,
     }  # fmt: skip
     assert EngineArgs(**loaded["kwargs"]) == EngineArgs(model="quire-draft", swap_space=0.5)
 

@@ -95,7 +95,7 @@ def test_all_patterns_of_a_file_share_a_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "told"),
+    ("text", "error", "message"),
     [
         ("(", CheckpointError, r"^x has the pattern '\(': missing \)"),
         ("*", CheckpointError, "nothing to repeat"),
@@ -114,11 +114,11 @@ def test_all_patterns_of_a_file_share_a_limit() -> None:
         ("[[a]", None, ""),
     ],
 )
-def test_what_is_refused(text: str, error: type[Exception] | None, told: str) -> None:
+def test_what_is_refused(text: str, error: type[Exception] | None, message: str) -> None:
     if error is None:
         assert NamePatterns().compile("x", text).starts("a" * 2000)
         return
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         NamePatterns().compile("x", text)
 
 

@@ -96,10 +96,9 @@ class ModelConfig:
         `model` is None or `quire-tiny` / `quire-draft` (inside this package), a folder or GGUF file (the network is
         never touched), or a hub id `org/name`, which is downloaded: JSON, tokenizer and safetensors files, never
         pickles; with `org/name:Q4_K_M` or `gguf_file`, that GGUF file alone. `tokenizer` is the same, for the tokenizer
-        files alone. The overrides replace values of config.json and
-        generation_config.json. `model_impl` is one of MODEL_IMPLS, where `auto` is Quire's own model if there is one;
-        `weights_from_file` one of WEIGHTS_FROM_FILE. `runner` and `convert` are as `find_runner` says. Raises
-        ConfigError for an unknown dtype or quantization,
+        files alone. The overrides replace values of config.json and generation_config.json. `model_impl` is one of
+        MODEL_IMPLS, where `auto` is Quire's own model if there is one; `weights_from_file` one of WEIGHTS_FROM_FILE.
+        `runner` and `convert` are as `find_runner` says. Raises ConfigError for an unknown dtype or quantization,
         UnsupportedModelError for a checkpoint that another tool quantized, and CheckpointError for a checkpoint that is
         missing or malformed.
         """
@@ -124,11 +123,7 @@ class ModelConfig:
         _check_layers(hf)
         max_positions = hf.size("max_position_embeddings")
         quant_method, quantization = read_quantization(hf, quantization, name)
-        if weights_from_file == "always" and quant_method != QUANT_METHOD:
-            raise ConfigError(
-                f"weights_from_file='always': the files of {name} do not have the matrices as the kernels read them; "
-                f"save them so with `quire quantize {name} FOLDER --quantization int4`, and give FOLDER as the model"
-            )
+        _check_mapped(weights_from_file, quant_method, name)
         eos = generation.token_ids("eos_token_id")
         return cls(
             model=name,
@@ -151,6 +146,14 @@ class ModelConfig:
             weights_from_file=weights_from_file,
             runner=runner,
             convert=convert,
+        )
+
+
+def _check_mapped(weights_from_file: str, quant_method: str | None, name: str) -> None:
+    if weights_from_file == "always" and quant_method != QUANT_METHOD:
+        raise ConfigError(
+            f"weights_from_file='always': the files of {name} do not have the matrices as the kernels read them; "
+            f"save them so with `quire quantize {name} FOLDER --quantization int4`, and give FOLDER as the model"
         )
 
 

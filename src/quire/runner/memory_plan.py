@@ -313,7 +313,7 @@ def _bytes_left(cache: CacheConfig, machine: MachineMemory) -> int:
 
 
 def _bytes_of_sequences(model: type[Model], config: EngineConfig, num_seqs: int, num_tokens: int) -> int:
-    """Bytes for sequences of so many tokens. More than max_num_seqs of max_model_len could never be filled."""
+    """Bytes for sequences of this number of tokens. More than max_num_seqs of max_model_len could never be filled."""
     specs = _kv_cache_specs(model, config)
     drafts = _draft_specs(config)
     cache = kv_cache_config(specs, config.cache.block_size, num_blocks=MAX_BLOCKS_PER_SEQ, draft_specs=drafts)

@@ -51,8 +51,10 @@ def tenant_weights(value: str) -> dict[str, float]:
     return weights
 
 
-def json_object(value: str) -> dict[str, Any]:
-    """Parse a JSON object; anything else is a command-line error."""
+def json_object(value: str) -> dict[str, Any] | None:
+    """Parse a JSON object, or `None` as vLLM's default is written; anything else is a command-line error."""
+    if value == "None":
+        return None
     try:
         parsed = json.loads(value)
     except ValueError as error:

@@ -106,8 +106,8 @@ class Drafting:
                 known.wait(_LONGEST_PAUSE)
 
     def ahead(self, scheduled: Sequence[tuple[SequenceGroup, Seq, int, int, bool]]) -> dict[int, Ahead]:
-        """By sequence id, what the draft model does with those that run so many tokens and drafts, and perhaps take
-        drafts in the next step."""
+        """By sequence id, what the draft model does in this step. Of each sequence the numbers of its tokens and drafts
+        in the step are given, and whether it may take drafts in the next."""
         planned, model, config = dict[int, Ahead](), self.model, self._config
         with self._contained(ModelDrafts.name):
             assert model is not None, "there is nothing ahead without a draft model"

@@ -86,8 +86,8 @@ class ModelDrafts:
 
 
 def best_rate(odds: float, times: list[float]) -> tuple[float, int]:
-    """The most tokens that are expected in a unit of time, where each draft is right with these odds, and the number of
-    drafts that gives so many."""
+    """The highest expected number of tokens in a unit of time, and the number of drafts with which it is reached, where
+    each draft is right with these odds."""
     worth = accumulate(repeat(odds, len(times) - 1), mul, initial=1.0)
     rates = [tokens / time for tokens, time in zip(accumulate(worth), times, strict=True)]
     return max(zip(rates, range(len(rates)), strict=True), key=lambda found: found[0])
