@@ -12,6 +12,7 @@ import msgspec
 from quire import AsyncLLM, EngineArgs, LLMEngine
 from quire.engine.process.engine_process import EngineProcess
 from quire.engine.process.messages import AddAny, Ready, ToClient, ToEngine, read_frame, to_frame
+from quire.interfaces.async_llm.starting import Started
 from quire.interfaces.async_llm.supervisor import Supervisor
 
 
@@ -88,4 +89,4 @@ async def local_llm(engine: LLMEngine, deaths: Iterator[int | None], *, holds: b
 
     supervisor = Supervisor(EngineArgs(), start=start, sleep=no_delay)
     ready = await supervisor.start()
-    return AsyncLLM(supervisor, ready, engine.plan.config, engine.tokenizer, holds)
+    return AsyncLLM(Started([supervisor], [ready], engine.plan.config, engine.tokenizer), holds=holds)

@@ -36,7 +36,7 @@ class Mortal(Door):
 
     def die_after(self, *num_frames: int | None) -> None:
         """The engine that runs dies after the first number of frames, its successors after the others."""
-        self.llm._engine._client._num_left, *self.deaths = num_frames
+        self.llm._engines[0]._client._num_left, *self.deaths = num_frames
 
     async def until_tokens(self, num_outputs: int) -> None:
         await self.record.until(lambda: len(self.record.of("tokens")) >= num_outputs)
@@ -115,7 +115,7 @@ def test_samples_that_would_go_on_differently_fail(mortal: Mortal) -> None:
     async def tamper() -> None:
         reading = asyncio.create_task(mortal.outputs("a", SamplingParams(n=2, seed=1, max_tokens=60, ignore_eos=True)))
         await mortal.until_tokens(3)
-        (request,) = mortal.llm._requests._requests.values()
+        (request,) = mortal.llm._requests.tables[0].requests.values()
         request.samples[1].token_ids[-1] ^= 1
         mortal.die_after(0)
         with pytest.raises(QuireError, match="generated different tokens"):
@@ -127,7 +127,7 @@ def test_samples_that_would_go_on_differently_fail(mortal: Mortal) -> None:
 def test_a_request_aborted_while_there_is_no_engine_is_not_replayed(
     mortal: Mortal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = mortal.llm._requests
+    table = mortal.llm._requests.tables[0]
     on_death, on_restart = table.on_death, table.on_restart
 
     async def leave() -> None:

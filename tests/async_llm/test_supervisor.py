@@ -10,6 +10,7 @@ import pytest
 from quire import AsyncLLM, EngineArgs, EngineDeadError, EngineStats, SamplingParams
 from quire.common.errors import OutOfMemoryError
 from quire.engine.process.messages import Abort, AddRequest, CacheFrame, Ready, SetCacheView, StepDone, ToEngine
+from quire.interfaces.async_llm.starting import Started
 from quire.interfaces.async_llm.supervisor import HEALTHY_S, MAX_FAILED_STARTS, Supervisor
 from quire.text.tokenizer.tokenizer import Tokenizer
 
@@ -233,7 +234,8 @@ class StagedDoor(Door):
         async def make() -> AsyncLLM:
             self.stage = Stage()
             ready = await self.stage.supervisor.start()
-            return AsyncLLM(self.stage.supervisor, ready, EngineArgs().resolve(), tokenizer, holds)
+            started = Started([self.stage.supervisor], [ready], EngineArgs().resolve(), tokenizer)
+            return AsyncLLM(started, holds=holds)
 
         super().__init__(make=make)
 

@@ -101,7 +101,7 @@ async def beside_a_bad_one(door: Door, spoil: Callable[[RequestState], None]) ->
     await anext(bad)
     others = asyncio.create_task(door.all_outputs([(f"good {i}", LONG) for i in range(4)]))
     await door.record.until(lambda: len(door.record.of("start")) == num_before + 5)
-    (request,) = (r for r in door.llm._requests._requests.values() if r.message.request_id == "bad")
+    (request,) = (r for r in door.llm._requests.tables[0].requests.values() if r.message.request_id == "bad")
     spoil(request)
     with pytest.raises(RequestFailedError, match="when its output was made"):
         async for _ in bad:

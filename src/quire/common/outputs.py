@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field, fields
+from itertools import zip_longest
+from operator import add
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -138,6 +141,9 @@ class AdapterStats:
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
 
+    def __add__(self, other: AdapterStats) -> AdapterStats:
+        return AdapterStats(*map(add, astuple(self), astuple(other)))
+
 
 @dataclass(slots=True)
 class DraftStats:
@@ -148,6 +154,10 @@ class DraftStats:
     num_drafts: int = 0
     """How often drafts of a sequence were verified."""
     num_tokens: int = 0
+
+    def __add__(self, other: DraftStats) -> DraftStats:
+        accepted = [sum(pair) for pair in zip_longest(self.num_accepted_at, other.num_accepted_at, fillvalue=0)]
+        return DraftStats(accepted, self.num_drafts + other.num_drafts, self.num_tokens + other.num_tokens)
 
     @property
     def num_accepted(self) -> int:
@@ -197,6 +207,11 @@ class EngineStats:
     drafts: dict[str, DraftStats] = field(default_factory=dict)
     """By drafter, if any of its drafts was verified."""
 
+    def __add__(self, other: EngineStats) -> EngineStats:
+        """The statistics of two engines together."""
+        names = [field.name for field in fields(EngineStats)]
+        return EngineStats(**{name: _added(getattr(self, name), getattr(other, name)) for name in names})
+
     @property
     def kv_cache_usage(self) -> float:
         """Share of the blocks that sequences use."""
@@ -206,6 +221,13 @@ class EngineStats:
     def prefix_hit_rate(self) -> float:
         """Share of looked-up tokens found in the prefix cache."""
         return self.num_prefix_hit_tokens / max(1, self.num_prefix_queried_tokens)
+
+
+def _added(one: Any, other: Any) -> Any:
+    """The sum of two numbers, or of the values of two mappings by key."""
+    if not isinstance(one, Mapping):
+        return one + other
+    return {**one, **other, **{key: one[key] + other[key] for key in one.keys() & other.keys()}}
 
 
 @dataclass(slots=True)

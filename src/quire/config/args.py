@@ -149,6 +149,9 @@ class EngineArgs(metaclass=_NamesChecked):
         None, "policy fair: shares of tenants, as in a=2,b=0.5; 1 for a tenant not listed"
     )
     prefix_max_delay_s: float = arg(2.0, "policy prefix: largest delay of a request by later ones, in seconds")
+    data_parallel_size: int = arg(
+        1, "engines, each in a process of its own with its share of CPUs and memory, among which requests are spread"
+    )
     tensor_parallel_size: int = arg(1, "only 1 is supported")
     num_threads: int | None = arg(None, "threads of the kernels; none: the number that the CPU set and quota allow")
     cpu_list: str | None = arg(None, "CPUs, as in 0,2-3, each with one thread pinned to it; none: no pinning")
@@ -214,6 +217,7 @@ class EngineArgs(metaclass=_NamesChecked):
             parallel=ParallelConfig(
                 self.num_threads,
                 self.tensor_parallel_size,
+                data_parallel_size=self.data_parallel_size,
                 cpus=() if self.cpu_list is None else parse_cpu_list(self.cpu_list),
             ),
             seed=self.seed,

@@ -3,6 +3,7 @@ the speed of disks."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import re
@@ -75,6 +76,16 @@ def _control_groups(root: Path) -> list[tuple[Path, tuple[str, str]]]:
                 break
             folder = folder.parent
     return found
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Return how many CPUs' time the control groups above this process allow it; None if they set no limit."""
+    quotas = []
+    for folder, _ in _control_groups(root):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+            quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
 
 
 def _read_int(path: Path) -> int | None:

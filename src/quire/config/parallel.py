@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from quire.common.errors import ConfigError
 
+MAX_ENGINES = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
@@ -14,6 +16,8 @@ class ParallelConfig:
     num_threads: int | None
     """Threads of the kernels; None for the number that the CPU set and the container's quota allow."""
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    """Engines among which requests are spread; each has such threads and processes of its own."""
     executor: str = "in_process"
     """Which executor runs the batches; see quire.runner.executor."""
     cpus: tuple[int, ...] = ()
@@ -24,6 +28,8 @@ class ParallelConfig:
             raise ConfigError(f"num_threads={self.num_threads}: must be at least 1")
         if self.num_threads is not None and self.cpus:
             raise ConfigError("num_threads and cpu_list both set the number of threads: give one")
+        if not 1 <= self.data_parallel_size <= MAX_ENGINES:
+            raise ConfigError(f"data_parallel_size={self.data_parallel_size}: must be 1 to {MAX_ENGINES}")
         if self.tensor_parallel_size != 1:
             raise ConfigError(
                 f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported; num_threads sets the number "

@@ -10,7 +10,8 @@ from quire.config.kv_cache import KVCacheConfig
 from quire.kv.block_table import BlockTable
 from quire.kv.managers import make_managers
 from quire.kv.place import DEVICE, HOST, Place
-from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
+from quire.kv.prefix_cache.changes import PrefixChanges
+from quire.kv.prefix_cache.content_hash import NO_KEY, ContentHasher, ContentKey
 from quire.kv.prefix_cache.hit_lengths import HitLengths
 from quire.kv.prefix_cache.lookup import PrefixHit
 from quire.kv.prefix_cache.pins import Pins
@@ -63,6 +64,17 @@ class BlockSpaceManager:
         if enable_prefix_caching and self._token_groups:
             self.prefixes = PrefixSharing(config, self.managers, self.tiers, hit_lengths, self.stats, self._join)
         self.pins = Pins(config, int(pinned_fraction * config.num_blocks), self.prefixes)
+
+    def share_hashes(self, key: bytes) -> PrefixChanges:
+        """Hash with this key from now on, as other engines do, and return what collects the changes. Nothing has been
+        cached or looked up before."""
+        trackers = [pool.tracker for pool in self.tiers.pools]
+        if self.prefixes is None:
+            return PrefixChanges((), 0)
+        assert not self.prefixes.chains
+        assert not any(tracker.block_ids() for tracker in trackers)
+        self.prefixes.lookup.hasher = ContentHasher(key)
+        return PrefixChanges(trackers, self._token_groups[0])
 
     # New sequences
 

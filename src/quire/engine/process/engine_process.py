@@ -39,6 +39,7 @@ from quire.engine.requests.output import SampleOutput
 from quire.engine.requests.sequence import SequenceGroup
 from quire.engine.view.block_tokens import block_tokens
 from quire.engine.view.cache_view import MIN_INTERVAL_S, CacheView
+from quire.kv.prefix_cache.changes import PrefixChanges
 
 if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
@@ -78,6 +79,7 @@ class EngineProcess:
         self._make_cache_view = make_cache_view
         self._cache_view: CacheView | None = None
         self._inspector = ThreadPoolExecutor(1, "inspect-adapters")  # starts its thread with the first adapter
+        self._prefixes: PrefixChanges | None = None
         self._keys: dict[str, int] = {}
         self._last_stats: EngineStats | None = None
 
@@ -145,6 +147,8 @@ class EngineProcess:
             case messages.ReadBlocks():
                 tokens = block_tokens(self.engine, message.tier, message.block_ids)
                 self._send(messages.to_frame(messages.CacheFrame(msgspec.msgpack.encode(tokens), message.number)))
+            case messages.ShareHashes():
+                self._prefixes = self.engine.blocks.share_hashes(message.key)
             case messages.Control():
                 self._send(messages.to_frame(self._control(message.action)))
         return []
@@ -231,6 +235,9 @@ class EngineProcess:
 
     def _send_changes(self, deltas: list[messages.RequestDelta]) -> None:
         """Send a frame for the step if anything has changed, and one for the watchers of the cache."""
+        found, gone = self._prefixes.take() if self._prefixes is not None else ([], [])
+        if found or gone:
+            self._send(messages.to_frame(messages.PrefixReport(found, gone)))
         stats = self.engine.stats()
         if deltas or stats != self._last_stats:
             self._last_stats = stats

@@ -123,6 +123,12 @@ class ReadBlocks(msgspec.Struct, tag=True):
     block_ids: list[int]
 
 
+class ShareHashes(msgspec.Struct, tag=True):
+    """Hash blocks with this key, and report which prefixes the cache holds. Sent before any request."""
+
+    key: bytes
+
+
 Action = Literal["sleep", "wake_up", "reset_prefix_cache"]
 """Methods of LLMEngine that a `Control` calls."""
 
@@ -133,7 +139,7 @@ class Control(msgspec.Struct, tag=True):
     action: Action
 
 
-ToEngine = Start | AddAny | InspectAdapter | KeepAdapters | Abort | SetCacheView | ReadBlocks | Control
+ToEngine = Start | AddAny | InspectAdapter | KeepAdapters | Abort | SetCacheView | ReadBlocks | ShareHashes | Control
 
 
 class Rows(msgspec.Struct, array_like=True, gc=False):
@@ -254,6 +260,13 @@ class CacheFrame(msgspec.Struct, tag=True):
     """Number of the ReadBlocks, whose answer is a list of tokens for each block, in msgpack; 0 for a frame."""
 
 
+class PrefixReport(msgspec.Struct, tag=True):
+    """The hashes of full blocks that the cache has held, or has no longer held, since the last report."""
+
+    found: list[bytes]
+    gone: list[bytes]
+
+
 class ControlDone(msgspec.Struct, tag=True):
     """The answer to a Control."""
 
@@ -275,7 +288,7 @@ class AdapterInspected(msgspec.Struct, tag=True):
     error: str = ""
 
 
-Event = StepDone | CacheFrame | ControlDone | AdapterInspected
+Event = StepDone | CacheFrame | PrefixReport | ControlDone | AdapterInspected
 """What a running engine sends, besides heartbeats."""
 
 ToClient = Ready | StartFailed | Heartbeat | Event

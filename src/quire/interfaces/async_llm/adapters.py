@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from itertools import count
 
 from msgspec.structs import replace
@@ -23,21 +23,23 @@ class EngineAdapters:
     Requests carry what is known of their adapters, so another engine runs them with the same content or not at all.
     """
 
-    def __init__(self, engine: Supervisor, config: EngineConfig) -> None:
-        self._engine = engine
+    def __init__(self, engines: Sequence[Supervisor], config: EngineConfig) -> None:
+        self._engines = engines
         self.table = AdapterTable(config.model, config.lora, on_change=self._send)
         self._numbers = count(1)
-        self._answers: dict[int, asyncio.Future[AdapterInspected]] = {}
+        self._answers: dict[int, tuple[Supervisor, asyncio.Future[AdapterInspected]]] = {}
+        """By number, the engine that was asked, and its answer to come."""
 
     async def add(self, request: LoRARequest) -> KnownAdapter:
         """Add an adapter, as AdapterTable.add does. Raises EngineDeadError too."""
         self.table.check_enabled()
         folder = await asyncio.to_thread(adapter_folder, request.path)  # a relative path is this process's
-        number = next(self._numbers)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        engine = next((engine for engine in self._engines if engine.death is None), self._engines[0])
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._answers[number] = engine, answer
         try:
-            self._engine.send(InspectAdapter(number, replace(request, lora_path=str(folder))))
-            found = await answer
+            engine.send(InspectAdapter(number, replace(request, lora_path=str(folder))))
+            found: AdapterInspected = await answer
         finally:
             del self._answers[number]
         if found.adapter is None:
@@ -55,23 +57,25 @@ class EngineAdapters:
             raise refused(request, error) from error
 
     def _send(self, digests: Set[str], pinned: Set[str]) -> None:
-        if self._engine.death is None:
-            self._engine.send(KeepAdapters(frozenset(digests), frozenset(pinned)))
+        for engine in self._engines:
+            if engine.death is None:
+                engine.send(KeepAdapters(frozenset(digests), frozenset(pinned)))
 
     def on_message(self, message: Event) -> None:
         """Give an answer to the call that waits for it."""
-        answer = self._answers.get(message.number) if isinstance(message, AdapterInspected) else None
-        if answer is not None and isinstance(message, AdapterInspected) and not answer.done():
-            answer.set_result(message)
+        if isinstance(message, AdapterInspected) and message.number in self._answers:
+            _, answer = self._answers[message.number]
+            if not answer.done():
+                answer.set_result(message)
 
     def on_death(self, error: EngineDeadError) -> None:
-        """End the calls that wait. The table remains."""
-        for answer in self._answers.values():
-            if not answer.done():
+        """End the calls that wait for an engine that does not run. The table remains."""
+        for engine, answer in self._answers.values():
+            if engine.death is not None and not answer.done():
                 answer.set_exception(error)
 
     def on_restart(self, ready: Ready) -> None:
-        """Send the adapters to keep to the new engine, which keeps none by itself."""
+        """Send the adapters to keep to the new engine, which keeps none by itself, and once more to the others."""
         if digests := self.table.digests:
             self._send(digests, self.table.pinned)
 

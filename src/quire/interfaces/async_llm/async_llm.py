@@ -17,18 +17,16 @@ from quire.common.params import PoolerInfo, PoolingParams, SamplingParams
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.model import ModelConfig
 from quire.engine.adapters import AdapterTable, AnyAdapter
-from quire.engine.process.messages import Ready
 from quire.engine.requests.input_processor import InputProcessor, Prompt
 from quire.engine.requests.recommended import recommended_params
 from quire.interfaces.async_llm.adapters import EngineAdapters
 from quire.interfaces.async_llm.cache_watchers import CacheWatchers
 from quire.interfaces.async_llm.controls import EngineControls
+from quire.interfaces.async_llm.dispatcher import Dispatcher
 from quire.interfaces.async_llm.engine_message import AnyParams, Params, check_params
 from quire.interfaces.async_llm.listener import RequestListener
 from quire.interfaces.async_llm.output_processor import RequestState
-from quire.interfaces.async_llm.request_table import RequestTable
-from quire.interfaces.async_llm.starting import LazyAwaitable, nothing, read_tokenizer, start_engine
-from quire.interfaces.async_llm.supervisor import Supervisor
+from quire.interfaces.async_llm.starting import LazyAwaitable, Started, nothing, read_tokenizer, start_engines
 from quire.interfaces.pooling import PIECE, Pair, Tokenized, check_pooling_params, pooling_output, tokenized
 from quire.text.tokenizer.callable_tokenizer import CallableTokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer
@@ -56,31 +54,30 @@ class AsyncLLM:
     _start_args: EngineArgs | None
     """The arguments of an engine that has not been started."""
 
-    def __init__(
-        self, engine: Supervisor, ready: Ready, config: EngineConfig, tokenizer: Tokenizer, holds: bool
-    ) -> None:
+    def __init__(self, started: Started, *, holds: bool) -> None:
         """Use `from_args` or `from_engine_args` instead."""
         self._start_args = None
         self._starting = asyncio.Lock()
-        self._use(engine, ready, config, tokenizer, holds)
+        self._use(started, holds=holds)
 
-    def _use(
-        self, engine: Supervisor, ready: Ready, config: EngineConfig, tokenizer: Tokenizer, holds: bool = False
-    ) -> None:
-        model = replace(config.model, max_model_len=ready.max_model_len)
+    def _use(self, started: Started, *, holds: bool = False) -> None:
+        engines, ready, config = started.engines, started.ready, started.config
+        model = replace(config.model, max_model_len=min(state.max_model_len for state in ready))
         self.config = replace(config, model=model)
         self.model_config = model
-        self.tokenizer = tokenizer
-        self._engine = engine
-        self._inputs = InputProcessor(self.config, tokenizer, ready.pooler)
-        self._requests = RequestTable(engine, self._inputs, ready.stats, holds=holds)
-        self._watchers = CacheWatchers(engine)
-        self._controls = EngineControls(engine)
-        self._adapters = EngineAdapters(engine, self.config)
+        self.tokenizer = started.tokenizer
+        self._engines = engines
+        self._inputs = InputProcessor(self.config, started.tokenizer, ready[0].pooler)
+        self._requests = Dispatcher(engines, ready, self._inputs, config.cache.block_size, holds=holds)
+        self._watchers = [CacheWatchers(engine) for engine in engines]
+        self._controls = [EngineControls(engine) for engine in engines]
+        self._adapters = EngineAdapters(engines, self.config)
         self.adapters = self._adapters.table
-        self.num_bytes = ready.num_bytes
-        """Memory that weights, activations and KV cache use while the engine does not sleep, as planned."""
-        engine.supervise(self._controls, self._requests, self._watchers, self._adapters)
+        self.num_bytes = sum(state.num_bytes for state in ready)
+        """Memory that weights, activations and KV caches use while no engine sleeps, as planned."""
+        of_engines = zip(engines, self._controls, self._requests.tables, self._watchers, strict=True)
+        for engine, controls, table, watchers in of_engines:
+            engine.supervise(controls, table, watchers, self._adapters)
 
     @classmethod
     async def from_args(
@@ -93,7 +90,7 @@ class AsyncLLM:
         the requests. Meanwhile new requests are rejected; with `holds` they wait for the new process. `name` is the
         engine's in the log, if there are several.
         """
-        llm = cls(*await start_engine(args, hang_timeout_s, name), holds)
+        llm = cls(await start_engines(args, hang_timeout_s, name), holds=holds)
         await llm._add_modules(args)
         return llm
 
@@ -117,7 +114,7 @@ class AsyncLLM:
             return
         async with self._starting:
             if self._start_args is not None:
-                self._use(*await start_engine(self._start_args, HANG_TIMEOUT_S))
+                self._use(await start_engines(self._start_args, HANG_TIMEOUT_S))
                 await self._add_modules(self._start_args)
                 self._start_args = None
 
@@ -127,7 +124,7 @@ class AsyncLLM:
             for request in args.lora_requests():
                 await self._adapters.add(request)
         except BaseException:
-            await self._engine.close()
+            await self._close()
             raise
 
     def default_sampling_params(self) -> SamplingParams:
@@ -161,7 +158,7 @@ class AsyncLLM:
         params = sampling_params if priority is None else msgspec.structs.replace(sampling_params, priority=priority)
         request = await self._add(request_id, prompt, params, lora_request)
         try:
-            await self._engine.drain()
+            await request.drain()
             while True:
                 output = await request.next_output()
                 yield output
@@ -201,7 +198,7 @@ class AsyncLLM:
         params = params if priority is None else msgspec.structs.replace(params, priority=priority)
         request = await self._add(request_id, prompt, params, lora_request)
         try:
-            await self._engine.drain()
+            await request.drain()
             yield pooling_output(await request.next_output(), PoolingRequestOutput, PoolingOutput)
         finally:
             self._requests.abort_request(request)
@@ -241,7 +238,7 @@ class AsyncLLM:
             )
         request = self._requests.add(checked)
         try:
-            await self._engine.drain()
+            await request.drain()
             return await request.next_output()
         finally:
             self._requests.abort_request(request)
@@ -267,16 +264,21 @@ class AsyncLLM:
         refused, and an engine that dies is replaced by one that sleeps too.
         """
         await self.start()
-        await self._controls.sleep()
+        try:
+            for controls in self._controls:
+                await controls.sleep()
+        except Exception:
+            await self.wake_up()  # those that sleep already
+            raise
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Load the model again. Raises what loading raises, and the engine then still sleeps, or EngineDeadError."""
         await self.start()
-        await self._controls.wake_up()
+        await asyncio.gather(*[controls.wake_up() for controls in self._controls])
 
     async def is_sleeping(self) -> bool:
         """Whether weights and KV cache have been given back."""
-        return self._start_args is None and self._controls.is_sleeping
+        return self._start_args is None and any(controls.is_sleeping for controls in self._controls)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Add an adapter, or with `load_inplace` replace the content of its name. Returns whether anything has changed.
@@ -304,7 +306,7 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run."""
         await self.start()
-        return await self._controls.call("reset_prefix_cache")
+        return all(await asyncio.gather(*[controls.call("reset_prefix_cache") for controls in self._controls]))
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its last output has the finish reason `abort`. Does nothing for an unknown id."""
@@ -313,60 +315,70 @@ class AsyncLLM:
 
     def stats(self) -> EngineStats:
         """Return the engine's statistics after its latest step."""
-        return self._requests.stats
+        return self._requests.stats()
+
+    def engine_stats(self) -> list[EngineStats]:
+        """Return the statistics of each engine after its latest step."""
+        return [table.stats for table in self._requests.tables]
 
     def add_listener(self, listener: RequestListener) -> None:
         """Report the events of all requests to a listener from now on."""
         self._requests.listeners.append(listener)
 
-    def watch_cache(self) -> AsyncGenerator[bytes, None]:
-        """Yield frames of the cache view, which the engine makes only while at least one watcher exists.
+    def watch_cache(self, engine: int = 0) -> AsyncGenerator[bytes, None]:
+        """Yield frames of the cache view of an engine, which makes them only while at least one watcher exists.
 
         The first frame is a whole snapshot, and so is the frame after another watcher or another engine has started.
         Raises EngineDeadError if there is no engine. The generator ends for a watcher that does not keep up.
         """
-        return self._watchers.watch()
+        return self._watchers[engine].watch()
 
-    async def block_tokens(self, tier: int, block_ids: Sequence[int]) -> list[list[int]]:
+    async def block_tokens(self, tier: int, block_ids: Sequence[int], engine: int = 0) -> list[list[int]]:
         """Return the computed tokens in each of these blocks of a tier (0: the cache, 1: the host tier).
 
         A block that is free or does not exist has none. Raises EngineDeadError if there is no engine.
         """
-        return await self._watchers.block_tokens(tier, block_ids)
+        return await self._watchers[engine].block_tokens(tier, block_ids)
 
     def _check_awake(self) -> None:
-        if self._controls.is_sleeping:
+        if any(controls.is_sleeping for controls in self._controls):
             raise RequestError("the engine sleeps: call wake_up() first")
 
     @property
     def death(self) -> EngineDeadError | None:
         """Why no engine runs; None while one runs."""
-        return self._engine.death
+        deaths = [engine.death for engine in self._engines]
+        return None if None in deaths else deaths[0]
 
     @property
     def is_running(self) -> bool:
         """Whether an engine runs."""
-        return self._engine.death is None
+        return self.death is None
 
     @property
     def is_lost(self) -> bool:
         """Whether no engine is expected soon, so that requests do not wait for one."""
-        return self._engine.is_lost
+        return all(engine.is_lost for engine in self._engines)
 
     @property
     def num_restarts(self) -> int:
-        """Number of engines started after the first."""
-        return self._engine.num_restarts
+        """Number of engines started in the place of others."""
+        return sum(engine.num_restarts for engine in self._engines)
 
     @property
     def num_replayed(self) -> int:
         """Number of requests that another engine has continued."""
-        return self._requests.num_replayed
+        return sum(table.num_replayed for table in self._requests.tables)
 
     @property
     def engine_pid(self) -> int:
-        """Process id of the engine process, for example to read its memory use."""
-        return self._engine.pid
+        """Process id of the first engine's process, for example to read its memory use."""
+        return self.engine_pids[0]
+
+    @property
+    def engine_pids(self) -> list[int]:
+        """Process ids of all engines' processes."""
+        return [engine.pid for engine in self._engines]
 
     def shutdown(self, timeout: float | None = None) -> Awaitable[None]:
         """End the engine process; requests that still run raise EngineDeadError.
@@ -376,8 +388,13 @@ class AsyncLLM:
         """
         if self._start_args is not None:
             return LazyAwaitable(nothing)
-        self._engine.begin_close()
-        return LazyAwaitable(self._engine.close)
+        self._requests.is_closing = True
+        for engine in self._engines:
+            engine.begin_close()
+        return LazyAwaitable(self._close)
+
+    async def _close(self) -> None:
+        await asyncio.gather(*[engine.close() for engine in self._engines])
 
 
 AsyncLLMEngine = AsyncLLM

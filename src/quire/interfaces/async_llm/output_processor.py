@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -15,6 +17,11 @@ from quire.common.errors import EngineDeadError, QuireError, failures_named
 from quire.common.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.engine.process.messages import AddAny, AddRequest, Progress, RequestDelta, SequenceDelta
 from quire.engine.requests.output import OutputBuilder, SampleOutput, text_of
+from quire.engine.routing.router import Route
+from quire.kv.prefix_cache.content_hash import BlockHash
+
+if TYPE_CHECKING:
+    from quire.interfaces.async_llm.request_table import RequestTable
 
 _LOGPROB_ROWS_AT_ONCE = 64
 """Rows converted at once; with 20 log-probabilities each, this takes a millisecond or two."""
@@ -27,9 +34,17 @@ class RequestState:
     tokens, which max_model_len bounds.
     """
 
-    def __init__(self, message: AddAny, outputs: OutputBuilder, sample: SampleOutput) -> None:
-        """`message` is the one that adds the request to the engine; `sample` is its first sample."""
+    def __init__(
+        self, message: AddAny, outputs: OutputBuilder, sample: SampleOutput, hashes: Sequence[BlockHash] = ()
+    ) -> None:
+        """`message` is the one that adds the request to an engine; `sample` is its first sample."""
         self.message = message
+        self.hashes = hashes
+        """The hashes of the prompt's full blocks, if there are several engines to choose from."""
+        self.table: RequestTable | None = None
+        """The requests of the engine that runs it, or that it waits for; None when it has ended."""
+        self.route: Route | None = None
+        """Its place in the router's books; None while no engine runs it."""
         self.outputs = outputs
         self.samples = [sample]
         self.num_deaths = 0
@@ -54,6 +69,11 @@ class RequestState:
     def longest(self) -> int:
         """The number of tokens of the longest output so far."""
         return max(len(output.token_ids) for output in self._beams or self.samples)
+
+    async def drain(self) -> None:
+        """Wait until little is left to send to the request's engine."""
+        if self.table is not None:
+            await self.table.engine.drain()
 
     async def next_output(self) -> RequestOutput:
         """Wait for new tokens or the end, and return the next output. Raises the error if the request has failed."""

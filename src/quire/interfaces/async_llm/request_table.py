@@ -1,91 +1,78 @@
-"""The table of running requests. It passes them the engine's messages, and sends them to a new engine if one dies."""
+"""The requests of one engine. It passes them the engine's messages, and sends them to a new engine if it dies."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quire.common.errors import (
-    EngineDeadError,
-    InvalidParamsError,
-    QuireError,
-    RequestError,
-    error_named,
-    failures_named,
-)
+from quire.common.errors import EngineDeadError, QuireError, error_named, failures_named
 from quire.common.log import logger
 from quire.common.outputs import EngineStats
-from quire.common.params import PoolingParams
-from quire.engine.process.messages import Abort, Event, ProtocolError, Ready, RequestDelta, StepDone
-from quire.engine.requests.input_processor import CheckedRequest, InputProcessor
-from quire.interfaces.async_llm.engine_message import AnyParams, engine_message
-from quire.interfaces.async_llm.listener import RequestListener
+from quire.engine.process.messages import Abort, Event, PrefixReport, Ready, RequestDelta, StepDone
 from quire.interfaces.async_llm.output_processor import RequestState
 from quire.interfaces.async_llm.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from quire.interfaces.async_llm.dispatcher import Dispatcher
 
 MAX_DEATHS = 2
 """A request that was running when this number of engines died may be the cause, and is not sent to another one."""
 
 
 class RequestTable:
-    """Owns all valid requests until they end. It must be used in one event loop."""
+    """Owns the requests that an engine runs, until they end or move to another engine. Used in one event loop."""
 
-    def __init__(self, engine: Supervisor, inputs: InputProcessor, stats: EngineStats, *, holds: bool) -> None:
-        """If `holds`, requests that are added while no engine runs wait for the next one."""
+    def __init__(self, number: int, engine: Supervisor, stats: EngineStats, dispatcher: Dispatcher) -> None:
+        self.number = number
+        """The engine's number, from 0."""
+        self.engine = engine
         self.stats = stats
         """Statistics of the engine after its latest step."""
-        self._engine = engine
-        self._inputs = inputs
-        self._holds = holds
-        self._requests: dict[int, RequestState] = {}  # by key, in order of arrival
-        self._request_ids: set[str] = set()
-        self._num_keys = self._num_seeds = 0
-        self.listeners: list[RequestListener] = []
+        self.requests: dict[int, RequestState] = {}
+        """By key, in order of arrival."""
         self.num_replayed = 0
+        """Requests that this engine has continued."""
+        self._dispatcher = dispatcher
 
-    def add(self, checked: CheckedRequest, params: AnyParams | None = None) -> RequestState:
-        """Send a request to the engine; without `params` it is only scored. Raises RequestError or EngineDeadError, and
-        then sends nothing.
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine runs."""
+        return self.engine.death is None
 
-        Parameters without a seed get one here, so that every engine samples the same tokens for them.
-        """
-        request_id = checked.outputs.request_id
-        if request_id in self._request_ids:
-            raise RequestError(f"request id {request_id!r} is in use by an unfinished request: choose another")
-        key, self._num_keys = self._num_keys, self._num_keys + 1
-        try:
-            message = engine_message(key, checked, params, self._inputs.seed(self._num_seeds))
-            if self._engine.death is None or self._engine.is_lost or not self._holds:
-                self._engine.send(message)
-        except (OverflowError, TypeError, UnicodeError, ProtocolError) as error:
-            raise InvalidParamsError(f"the request cannot be sent to the engine: {error}") from error
-        self._num_seeds += params is not None and not isinstance(params, PoolingParams)
-        request = self._requests[key] = RequestState(message, checked.outputs, checked.sample)
-        self._request_ids.add(request_id)
-        known = checked.outputs.params if params is None or isinstance(params, PoolingParams) else params
-        self._notify("on_request_start", request_id, len(message.token_ids), known)
-        return request
+    def hold(self, request: RequestState) -> None:
+        """Own a request, which is sent when the engine runs again, or was sent already."""
+        self.requests[request.message.key] = request
+        request.table = self
 
-    def abort(self, request_id: str) -> None:
-        """Abort the request with this id, if there is one."""
-        for request in [request for request in self._requests.values() if request.message.request_id == request_id]:
-            self.abort_request(request)
+    def replay(self, request: RequestState) -> None:
+        """Own a request that another engine has begun, and continue it."""
+        self.engine.send(request.replay())
+        self.hold(request)
+        self.num_replayed += 1
+        self._dispatcher.begin_route(request, self)
 
-    def abort_request(self, request: RequestState) -> None:
+    def release(self, request: RequestState) -> None:
+        """No longer own a request, which moves to another engine."""
+        del self.requests[request.message.key]
+        self._dispatcher.end_route(request)
+
+    def abort(self, request: RequestState) -> None:
         """Abort a request unless it has ended."""
-        if request.message.key in self._requests:
+        if request.message.key in self.requests:
             request.abort()
             self._end(request, is_running=True)
 
     def on_message(self, message: Event) -> None:
         """Apply the deltas of a step to their requests."""
+        if isinstance(message, PrefixReport):
+            self._dispatcher.on_report(self, message)
         if not isinstance(message, StepDone):
             return
         self.stats, now = message.stats, time.monotonic()
         for delta in message.deltas:
-            request = self._requests.get(delta.key)
-            if request is None:  # aborted meanwhile
+            request = self.requests.get(delta.key)
+            if request is None:  # aborted meanwhile, or moved to another engine
                 continue
             try:
                 with failures_named(request.message.request_id, "when its output was made"):
@@ -93,40 +80,35 @@ class RequestTable:
             except QuireError as error:
                 logger.error("%s", error, exc_info=error)
                 request.fail(error)
-                self.abort_request(request)
-        self._notify("on_step", message.stats)
+                self.abort(request)
+        self._dispatcher.notify_step()
 
     def on_death(self, error: EngineDeadError) -> None:
-        """End requests that were running in too many engines that died; the others wait for the next engine."""
-        num_running = len(self._requests)
-        for request in list(self._requests.values()):
+        """End requests that were running in too many engines that died. The others continue in another engine, or wait
+        for the next one."""
+        num_running = len(self.requests)
+        for request in list(self.requests.values()):
             request.num_deaths += 1
+            self._dispatcher.end_route(request)
             if request.num_deaths >= MAX_DEATHS:
                 self._fail(request, error)
-        num_waiting = len(self._requests)
-        logger.error("%d requests wait for another engine, %d failed", num_waiting, num_running - num_waiting)
+        num_left = len(self.requests)
+        num_moved = self._dispatcher.on_death(self)
+        num_waiting, num_failed = num_left - num_moved, num_running - num_left
+        logger.error("%d requests wait for another engine, %d moved, %d failed", num_waiting, num_moved, num_failed)
         gone: dict[str, Any] = dict.fromkeys(("num_running", "num_swapped", "num_used_blocks", "num_cached_blocks"), 0)
         self.stats = replace(self.stats, num_waiting=num_waiting, num_pinned_blocks=0, **gone)
 
     def on_restart(self, ready: Ready) -> None:
-        """Send all requests to the new engine, in order of arrival."""
+        """Send all requests that wait to the new engine, in order of arrival."""
         self.stats = ready.stats
-        for request in self._requests.values():
-            self._engine.send(request.replay())
-        self.num_replayed += len(self._requests)
+        self._dispatcher.on_restart(self)
 
     def on_loss(self, error: EngineDeadError) -> None:
-        """End all requests with this error."""
-        for request in list(self._requests.values()):
-            self._fail(request, error)
-
-    def _notify(self, event: str, *args: Any) -> None:
-        """Notify the listeners of an event. If one raises an exception, it is logged and requests continue."""
-        for listener in self.listeners:
-            try:
-                getattr(listener, event)(*args)
-            except Exception:
-                logger.exception("a listener raised an exception in %s", event)
+        """End the requests that wait for this engine, unless they can wait for another one."""
+        if not self._dispatcher.on_loss(self):
+            for request in list(self.requests.values()):
+                self._fail(request, error)
 
     def _update(self, request: RequestState, delta: RequestDelta, now: float) -> None:
         if delta.error_kind is not None:
@@ -134,7 +116,7 @@ class RequestTable:
             return
         num_tokens = request.update(delta)
         if num_tokens:
-            self._notify("on_tokens", request.message.request_id, num_tokens, now)
+            self._dispatcher.on_tokens(request, num_tokens, now)
         if request.is_finished:
             self._end(request, is_running=not delta.finished)
 
@@ -144,10 +126,7 @@ class RequestTable:
 
     def _end(self, request: RequestState, *, is_running: bool) -> None:
         """Remove a request, and abort it in the engine if it still runs there."""
-        del self._requests[request.message.key]
-        request_id, outputs = request.message.request_id, request.outputs
-        self._request_ids.discard(request_id)
-        if is_running and self._engine.death is None:
-            self._engine.send(Abort(request_id))
-        end = outputs.metrics, outputs.num_cached_tokens, request.finish_reason, request.longest
-        self._notify("on_request_end", request_id, *end)
+        self.release(request)
+        if is_running and self.is_running:
+            self.engine.send(Abort(request.message.request_id))
+        self._dispatcher.on_end(request)

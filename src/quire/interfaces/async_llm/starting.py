@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.config.args import EngineArgs, EngineConfig
+from quire.config.replicas import replica_args
 from quire.engine.process.messages import Ready
 from quire.interfaces.async_llm.supervisor import Supervisor
 from quire.text.tokenizer.tokenizer import Tokenizer
@@ -27,20 +28,34 @@ async def nothing() -> None:
     """The end of an engine that was never started."""
 
 
-async def start_engine(
-    args: EngineArgs, hang_timeout_s: float | None, name: str = ""
-) -> tuple[Supervisor, Ready, EngineConfig, Tokenizer]:
-    """Start an engine process, and read the tokenizer while it loads."""
+async def start_engines(args: EngineArgs, hang_timeout_s: float | None, name: str = "") -> Started:
+    """Start the engine processes, and read the tokenizer while they load. If one fails, all end."""
     config = await asyncio.to_thread(args.resolve)
-    engine = Supervisor(replace(args, lora_modules=()), hang_timeout_s, name=name)  # this process knows the adapters
+    parts = await asyncio.to_thread(replica_args, replace(args, lora_modules=()))  # this process knows the adapters
+    engines = [
+        Supervisor(part, hang_timeout_s, name=name if len(parts) == 1 else f"{name or config.model.model}, number {number}")
+        for number, part in enumerate(parts)
+    ]
     reading = asyncio.to_thread(read_tokenizer, config.model.tokenizer_path)
-    ready, tokenizer = await asyncio.gather(engine.start(), reading, return_exceptions=True)
-    if isinstance(ready, BaseException):
-        raise ready
-    if isinstance(tokenizer, BaseException):
-        await engine.close()
-        raise tokenizer
-    return engine, ready, config, tokenizer
+    tokenizer, *states = await asyncio.gather(reading, *[engine.start() for engine in engines], return_exceptions=True)
+    ready = [state for state in states if isinstance(state, Ready)]
+    failures = [result for result in (*states, tokenizer) if isinstance(result, BaseException)]
+    if not isinstance(tokenizer, Tokenizer) or failures:
+        running = [engine for engine, state in zip(engines, states, strict=True) if isinstance(state, Ready)]
+        await asyncio.gather(*[engine.close() for engine in running])
+        raise failures[0]
+    return Started(engines, ready, config, tokenizer)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Engines that run, and what is known about them."""
+
+    engines: Sequence[Supervisor]
+    ready: Sequence[Ready]
+    """What each has said when it was ready."""
+    config: EngineConfig
+    tokenizer: Tokenizer
 
 
 def read_tokenizer(path: Any) -> Tokenizer:

@@ -40,8 +40,9 @@ NO_KEY = ContentKey()
 class ContentHasher:
     """BLAKE2b (RFC 7693) with a secret key, so that a client can neither construct a collision nor predict a hash."""
 
-    def __init__(self) -> None:
-        self._key = secrets.token_bytes()
+    def __init__(self, key: bytes | None = None) -> None:
+        """Hashes with equal keys are equal in all processes; without a key, a new one is drawn."""
+        self._key = secrets.token_bytes() if key is None else key
         self._keyed = hashlib.blake2b(digest_size=16, key=self._key)
 
     def root(self, extra: bytes) -> BlockHash:
@@ -88,6 +89,10 @@ class HashChain:
             tokens = data[start : start + TOKEN_BYTES * size]
             self._tokens.append(tokens)
             self._hashes.append(self._hasher.child(self._hashes[-1], tokens))
+
+    def blocks(self) -> list[BlockHash]:
+        """Return the hashes of all blocks that have been hashed."""
+        return self._hashes[1:]
 
     def parent(self, index: int) -> BlockHash:
         """Return the hash of the block before block `index`; the blocks up to it have been hashed."""

@@ -58,6 +58,8 @@ class BlockTracker:
         """Of the first blocks of group 0: salt and tokens -> roots."""
         self.touched: set[int] | None = None
         """Blocks whose content has changed, while a live view is open; the view empties it. None without a view."""
+        self.changed_hashes: set[BlockHash] | None = None
+        """Hashes that `on_change` was called with, while a PrefixChanges collects them."""
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._contents
@@ -95,7 +97,7 @@ class BlockTracker:
         self._children[content.group].setdefault(content.parent, {})[block_id] = None
         if content.block_hash is not None:
             self._by_hash[content.group][content.block_hash] = Place(self._tier, block_id)
-            self._on_change(content.depth, content.block_hash)
+            self._change(content.depth, content.block_hash)
             if content.depth == 0 and content.group == 0:
                 self._beginnings.setdefault((content.salt, content.tokens), {})[content.parent] = None
 
@@ -112,12 +114,21 @@ class BlockTracker:
             del children[content.parent]
         if content.block_hash is not None:
             del self._by_hash[content.group][content.block_hash]
-            self._on_change(content.depth, content.block_hash)
+            self._change(content.depth, content.block_hash)
             if content.depth == 0 and content.group == 0:
                 beginning = content.salt, content.tokens
                 del self._beginnings[beginning][content.parent]
                 if not self._beginnings[beginning]:
                     del self._beginnings[beginning]
+
+    def _change(self, depth: int, block_hash: BlockHash) -> None:
+        self._on_change(depth, block_hash)
+        if self.changed_hashes is not None:
+            self.changed_hashes.add(block_hash)
+
+    def has(self, group: int, block_hash: BlockHash) -> bool:
+        """Whether a full block has this hash."""
+        return block_hash in self._by_hash[group]
 
     def find(self, group: int, block_hash: BlockHash, tokens: bytes) -> Place | None:
         """The full block with this hash, if its tokens are equal too."""

@@ -1,0 +1,1 @@
+"""Which of several engines gets a request."""

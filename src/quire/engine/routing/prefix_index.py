@@ -1,0 +1,71 @@
+"""Which engines hold which blocks of prefixes, or will soon."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from quire.kv.prefix_cache.content_hash import BlockHash
+
+
+class PrefixIndex:
+    """For each hash of a full block, the engines in whose cache it can be found, as the engines report it.
+
+    Blocks of requests that run are expected there too, until the request ends. There is one entry for each block that
+    is cached or expected anywhere, so caches and prompts bound the memory.
+    """
+
+    def __init__(self) -> None:
+        self._holders: dict[BlockHash, int] = {}
+        """Hash -> a bit for each engine, the engine's number being the bit's."""
+        self._expected: dict[BlockHash, Counter[int]] = {}
+        """Hash -> for each engine, the number of its requests that have the block."""
+
+    def __len__(self) -> int:
+        return len(self._holders.keys() | self._expected.keys())
+
+    def add(self, engine: int, hashes: Iterable[BlockHash]) -> None:
+        """These blocks can be found in the engine's cache."""
+        for block_hash in hashes:
+            self._holders[block_hash] = self._holders.get(block_hash, 0) | 1 << engine
+
+    def discard(self, engine: int, hashes: Iterable[BlockHash]) -> None:
+        """These blocks can no longer be found in the engine's cache."""
+        for block_hash in hashes:
+            holders = self._holders.get(block_hash, 0) & ~(1 << engine)
+            if holders:
+                self._holders[block_hash] = holders
+            else:
+                self._holders.pop(block_hash, None)
+
+    def expect(self, engine: int, hashes: Iterable[BlockHash]) -> None:
+        """A request with these blocks was sent to the engine; `settle` follows once."""
+        for block_hash in hashes:
+            self._expected.setdefault(block_hash, Counter())[engine] += 1
+
+    def settle(self, engine: int, hashes: Iterable[BlockHash]) -> None:
+        """A request with these blocks has ended, or has left the engine."""
+        for block_hash in hashes:
+            numbers = self._expected[block_hash]
+            numbers[engine] -= 1
+            if not numbers[engine]:
+                del numbers[engine]
+            if not numbers:
+                del self._expected[block_hash]
+
+    def forget(self, engine: int) -> None:
+        """The engine's cache is empty."""
+        self.discard(engine, list(self._holders))
+
+    def num_blocks(self, hashes: Sequence[BlockHash], engines: Iterable[int]) -> dict[int, int]:
+        """By engine, how many blocks of a sequence with these hashes it has, from the first one without a gap."""
+        found = dict.fromkeys(engines, 0)
+        having = set(found)
+        for index, block_hash in enumerate(hashes, start=1):
+            holders, expected = self._holders.get(block_hash, 0), self._expected.get(block_hash, ())
+            having = {engine for engine in having if holders >> engine & 1 or engine in expected}
+            if not having:
+                break
+            for engine in having:
+                found[engine] = index
+        return found

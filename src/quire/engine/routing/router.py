@@ -1,0 +1,141 @@
+"""The router: gives each request to the engine from which its first token is expected soonest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from quire.engine.routing.prefix_index import PrefixIndex
+from quire.kv.prefix_cache.content_hash import BlockHash
+
+TOLERANCE = 0.1
+"""Engines whose expected times differ by less than this share are taken to be equally fast."""
+SLACK_TOKENS = 16
+"""Differences of fewer tokens do not matter either, since a step has costs that do not depend on their number."""
+SAME_KIND = 2.0
+"""Engines whose measured times differ by less than this factor are taken to be equally fast."""
+MEMORY = 0.9
+"""The weight of what was measured before, when another measurement comes."""
+
+
+@dataclass(slots=True)
+class EngineLoad:
+    """What the router knows of one engine's work."""
+
+    num_queued: int = 0
+    """Prompt tokens to be computed, of requests without a token."""
+    num_running: int = 0
+    """Requests that have got a token and have not ended: each takes a row of every step."""
+    num_given: float = 0.0
+    """All tokens given to the engine so far. Of equally fast engines, the one with the least gets the next request."""
+    seconds: float = 0.0
+    """The sum of times until first tokens, with older ones weighing less."""
+    tokens: float = 0.0
+    """How many tokens were expected to be computed meanwhile."""
+
+    @property
+    def num_before(self) -> int:
+        """Rows to be computed before another request's first token, besides its own."""
+        return self.num_queued + self.num_running
+
+    @property
+    def pace_s(self) -> float | None:
+        """Seconds for each token; None before anything was measured."""
+        return self.seconds / self.tokens if self.tokens else None
+
+
+@dataclass(slots=True, eq=False)
+class Route:
+    """A request at an engine, from `Router.add` until `Router.end`."""
+
+    engine: int
+    load: EngineLoad
+    hashes: Sequence[BlockHash]
+    num_uncached: int
+    """Tokens of its prompt that the engine was expected to compute."""
+    num_expected: int
+    """Tokens that the engine was expected to compute until the first one of this request, its own prompt included."""
+    sent_s: float
+    has_begun: bool = False
+    """Whether it has got a token."""
+
+
+class Router:
+    """Chooses by (queued + uncached tokens) x measured seconds for each token. It has no clock, thread or socket.
+
+    A conversation thus stays with the engine that holds its beginning, for as long as computing it again elsewhere
+    would take longer than waiting. Engines are called by numbers, which the caller chooses.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.index = PrefixIndex()
+        self.loads: dict[int, EngineLoad] = {}
+        """By number, the engines that take requests or have some."""
+        self._block_size = block_size
+
+    def add_engine(self, engine: int) -> None:
+        """An engine is ready, with an empty cache. It takes part as if it had had the others' share of the past."""
+        given = [load.num_given for load in self.loads.values()]
+        self.loads[engine] = EngineLoad(num_given=sum(given) / len(given) if given else 0.0)
+
+    def remove_engine(self, engine: int) -> None:
+        """An engine is gone, with its cache. The caller ends the routes of the requests that it had."""
+        self.loads.pop(engine, None)
+        self.index.forget(engine)
+
+    def choose(self, hashes: Sequence[BlockHash], num_tokens: int, engines: Iterable[int]) -> int:
+        """Of these engines, the one for a prompt of this many tokens, whose full blocks have these hashes.
+
+        Of about equally fast ones, it is the one that has the least to compute for it, and then the one that has been
+        given the least so far. Raises ValueError if there are no engines.
+        """
+        uncached = self._num_uncached(hashes, num_tokens, engines)
+        rows = {engine: self.loads[engine].num_before + num for engine, num in uncached.items()}
+        paces_s = self._paces_s(rows)
+        limit_s = min(rows[engine] * pace_s for engine, pace_s in paces_s.items()) * (1 + TOLERANCE)
+        fast = [engine for engine, pace_s in paces_s.items() if (rows[engine] - SLACK_TOKENS) * pace_s <= limit_s]
+        return min(fast, key=lambda engine: (uncached[engine], self.loads[engine].num_given, engine))
+
+    def _num_uncached(self, hashes: Sequence[BlockHash], num_tokens: int, engines: Iterable[int]) -> dict[int, int]:
+        """By engine, the tokens of a prompt that it has to compute: at least the last one."""
+        held = self.index.num_blocks(hashes, engines)
+        return {engine: max(1, num_tokens - blocks * self._block_size) for engine, blocks in held.items()}
+
+    def _paces_s(self, engines: Iterable[int]) -> dict[int, float]:
+        """By engine, the seconds for each token: the median of all engines, unless it was measured to be far from it.
+
+        Engines of one kind differ by chance, and the faster ones would get nearly everything.
+        """
+        known = [pace_s for load in self.loads.values() if (pace_s := load.pace_s) is not None]
+        usual_s = median(known) if known else 1.0  # if nothing was measured, any will do
+        paces_s = {engine: self.loads[engine].pace_s or usual_s for engine in engines}
+        return {e: usual_s if 1 / SAME_KIND < pace_s / usual_s < SAME_KIND else pace_s for e, pace_s in paces_s.items()}
+
+    def add(self, engine: int, hashes: Sequence[BlockHash], num_tokens: int, now: float) -> Route:
+        """A request was sent to the engine; `hashes` and `num_tokens` are as for `choose`, `now` is in seconds."""
+        load, num_uncached = self.loads[engine], self._num_uncached(hashes, num_tokens, [engine])[engine]
+        route = Route(engine, load, hashes, num_uncached, load.num_before + num_uncached, now)
+        self.index.expect(engine, hashes)
+        load.num_queued += num_uncached
+        load.num_given += num_uncached
+        return route
+
+    def on_tokens(self, route: Route, num_tokens: int, now: float) -> None:
+        """The request has got tokens. The first ones show how fast the engine is."""
+        load = route.load
+        load.num_given += num_tokens
+        if not route.has_begun:
+            route.has_begun = True
+            load.num_queued -= route.num_uncached
+            load.num_running += 1
+            load.seconds = MEMORY * load.seconds + max(0.0, now - route.sent_s)
+            load.tokens = MEMORY * load.tokens + route.num_expected
+
+    def end(self, route: Route) -> None:
+        """The request has ended, or leaves the engine."""
+        self.index.settle(route.engine, route.hashes)
+        if route.has_begun:
+            route.load.num_running -= 1
+        else:
+            route.load.num_queued -= route.num_uncached

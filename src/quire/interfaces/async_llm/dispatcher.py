@@ -1,0 +1,201 @@
+"""Gives each request to one of the engines, and the requests of an engine that dies to the others."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from quire.common.errors import InvalidParamsError, RequestError
+from quire.common.log import logger
+from quire.common.outputs import EngineStats
+from quire.common.params import PoolingParams
+from quire.engine.process.messages import AddAny, PrefixReport, ProtocolError, Ready, ShareHashes
+from quire.engine.requests.input_processor import CheckedRequest, InputProcessor
+from quire.engine.routing.router import Router
+from quire.interfaces.async_llm.engine_message import AnyParams, engine_message
+from quire.interfaces.async_llm.listener import RequestListener
+from quire.interfaces.async_llm.output_processor import RequestState
+from quire.interfaces.async_llm.request_table import RequestTable
+from quire.interfaces.async_llm.supervisor import Supervisor
+from quire.kv.prefix_cache.content_hash import BlockHash, ContentHasher, HashChain
+
+
+class Dispatcher:
+    """Owns all valid requests until they end. It must be used in one event loop."""
+
+    def __init__(
+        self,
+        engines: Sequence[Supervisor],
+        ready: Sequence[Ready],
+        inputs: InputProcessor,
+        block_size: int,
+        *,
+        holds: bool,
+    ) -> None:
+        """If `holds`, requests that are added while no engine runs wait for the next one."""
+        states = zip(engines, ready, strict=True)
+        self.tables = [RequestTable(number, engine, state.stats, self) for number, (engine, state) in enumerate(states)]
+        """The requests of each engine."""
+        self.listeners: list[RequestListener] = []
+        self.draining: set[int] = set()
+        """The numbers of engines that get no further requests."""
+        self.is_closing = False
+        """Whether all engines are about to end, so that no request moves."""
+        self._inputs = inputs
+        self._holds = holds
+        self._request_ids: dict[str, RequestState] = {}
+        self._num_keys = self._num_seeds = 0
+        self._block_size = block_size
+        self._router = Router(block_size)
+        self._hash_key = secrets.token_bytes()
+        self._hasher = ContentHasher(self._hash_key)
+        for table in self.tables:
+            self._join(table)
+
+    def _join(self, table: RequestTable) -> None:
+        """An engine is ready: with others beside it, it reports which prefixes it holds."""
+        self._router.add_engine(table.number)
+        if len(self.tables) > 1:
+            table.engine.send(ShareHashes(self._hash_key))
+
+    def add(self, checked: CheckedRequest, params: AnyParams | None = None) -> RequestState:
+        """Send a request to an engine; without `params` it is only scored. Raises RequestError or EngineDeadError, and
+        then sends nothing.
+
+        Parameters without a seed get one here, so that every engine samples the same tokens for them.
+        """
+        request_id = checked.outputs.request_id
+        if request_id in self._request_ids:
+            raise RequestError(f"request id {request_id!r} is in use by an unfinished request: choose another")
+        key, self._num_keys = self._num_keys, self._num_keys + 1
+        try:
+            message = engine_message(key, checked, params, self._inputs.seed(self._num_seeds))
+            hashes = self._hashes(checked, message)
+            table = self._choose(hashes, len(message.token_ids)) or self._next_table()
+            if table.is_running or table.engine.is_lost or not self._holds:
+                table.engine.send(message)
+        except (OverflowError, TypeError, UnicodeError, ProtocolError) as error:
+            raise InvalidParamsError(f"the request cannot be sent to the engine: {error}") from error
+        self._num_seeds += params is not None and not isinstance(params, PoolingParams)
+        request = RequestState(message, checked.outputs, checked.sample, hashes)
+        table.hold(request)
+        self.begin_route(request, table)
+        self._request_ids[request_id] = request
+        known = checked.outputs.params if params is None or isinstance(params, PoolingParams) else params
+        self._notify("on_request_start", request_id, len(message.token_ids), known)
+        return request
+
+    def _hashes(self, checked: CheckedRequest, message: AddAny) -> Sequence[BlockHash]:
+        """The hashes of the prompt's full blocks; none where there is nothing to choose."""
+        if len(self.tables) == 1:
+            return ()
+        chain = HashChain(self._hasher, self._block_size, checked.content_key)
+        chain.extend(len(message.token_ids) // self._block_size, message.token_ids)
+        return chain.blocks()
+
+    def _choose(
+        self, hashes: Sequence[BlockHash], num_tokens: int, besides: RequestTable | None = None
+    ) -> RequestTable | None:
+        """The engine for a prompt, among those that run and do not drain, or those that run. None: none runs."""
+        running = [table.number for table in self.tables if table.is_running and table is not besides]
+        engines = [number for number in running if number not in self.draining] or running
+        return self.tables[self._router.choose(hashes, num_tokens, engines)] if engines else None
+
+    def _next_table(self) -> RequestTable:
+        """An engine that is expected to run again, if there is one."""
+        return next((table for table in self.tables if not table.engine.is_lost), self.tables[0])
+
+    def begin_route(self, request: RequestState, table: RequestTable) -> None:
+        """The request was sent to the engine."""
+        if table.is_running:
+            num_tokens = len(request.message.token_ids) + request.longest
+            request.route = self._router.add(table.number, request.hashes, num_tokens, time.monotonic())
+
+    def end_route(self, request: RequestState) -> None:
+        """The request leaves its engine."""
+        if request.route is not None:
+            self._router.end(request.route)
+            request.route = None
+
+    def abort(self, request_id: str) -> None:
+        """Abort the request with this id, if there is one."""
+        if (request := self._request_ids.get(request_id)) is not None:
+            self.abort_request(request)
+
+    def abort_request(self, request: RequestState) -> None:
+        """Abort a request unless it has ended."""
+        if request.table is not None:
+            request.table.abort(request)
+
+    def on_report(self, table: RequestTable, report: PrefixReport) -> None:
+        """An engine says which prefixes it holds."""
+        self._router.index.add(table.number, report.found)
+        self._router.index.discard(table.number, report.gone)
+
+    def on_tokens(self, request: RequestState, num_tokens: int, now: float) -> None:
+        """A request has got tokens."""
+        if request.route is not None:
+            self._router.on_tokens(request.route, num_tokens, now)
+        self._notify("on_tokens", request.message.request_id, num_tokens, now)
+
+    def on_death(self, table: RequestTable) -> int:
+        """An engine has died: its requests continue in the others. Returns how many do; the rest waits."""
+        self._router.remove_engine(table.number)
+        return self.move(table, list(table.requests.values()))
+
+    def move(self, table: RequestTable, requests: Sequence[RequestState]) -> int:
+        """Let other engines continue these requests of an engine. Returns how many do."""
+        num_moved = 0
+        for request in requests if not self.is_closing else ():
+            other = self._choose(request.hashes, len(request.message.token_ids) + request.longest, besides=table)
+            if other is not None:
+                table.release(request)
+                other.replay(request)
+                num_moved += 1
+        return num_moved
+
+    def on_loss(self, table: RequestTable) -> bool:
+        """No engine is expected soon in this place: its requests wait for another one. False: there is none."""
+        other = next((other for other in self.tables if not other.engine.is_lost), None)
+        if other is None or self.is_closing:
+            return False
+        for request in list(table.requests.values()):
+            table.release(request)
+            other.hold(request)
+        return True
+
+    def on_restart(self, table: RequestTable) -> None:
+        """A new engine is ready: it continues all requests that wait for an engine, in order of arrival."""
+        self._join(table)
+        owners = [other for other in self.tables if other is table or not other.is_running]
+        waiting = [(request, owner) for owner in owners for request in owner.requests.values()]
+        for request, owner in sorted(waiting, key=lambda pair: pair[0].message.key):
+            owner.release(request)
+            table.replay(request)
+
+    def on_end(self, request: RequestState) -> None:
+        """A request has ended."""
+        request_id, outputs = request.message.request_id, request.outputs
+        del self._request_ids[request_id]
+        request.table = None
+        end = outputs.metrics, outputs.num_cached_tokens, request.finish_reason, request.longest
+        self._notify("on_request_end", request_id, *end)
+
+    def stats(self) -> EngineStats:
+        """The statistics of all engines after their latest steps, added up."""
+        first, *others = [table.stats for table in self.tables]
+        return sum(others, first)
+
+    def notify_step(self) -> None:
+        """An engine has finished a step."""
+        self._notify("on_step", self.stats())
+
+    def _notify(self, event: str, *args: Any) -> None:
+        """Notify the listeners of an event. If one raises an exception, it is logged and requests continue."""
+        for listener in self.listeners:
+            try:
+                getattr(listener, event)(*args)
+            except Exception:
+                logger.exception("a listener raised an exception in %s", event)

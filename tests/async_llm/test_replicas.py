@@ -1,0 +1,123 @@
+"""Several engines behind one AsyncLLM: a request goes where its prefix is, and on in another engine if one dies."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quire import ConfigError, EngineArgs, EngineDeadError, SamplingParams
+from quire.interfaces.async_llm import request_table
+
+from .door import Door
+from .test_recovery import KINDS
+from .wanted import told, whole
+
+ARGS: dict[str, Any] = {
+    "data_parallel_size": 2, "num_gpu_blocks_override": 256, "max_num_seqs": 16, "num_threads": 1, "cpu_list": None,
+}  # fmt: skip
+ONE = SamplingParams(temperature=0, max_tokens=1)
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, output_kind="delta")
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Door]:
+    door = Door(**ARGS)
+    yield door
+    door.close()
+
+
+@pytest.fixture
+def door(shared: Door) -> Iterator[Door]:
+    shared.record.events.clear()
+    yield shared
+    shared.run(all_run(shared))
+    shared.run(shared.drained())
+    assert len(shared.record.of("start")) == len(shared.record.of("end"))
+    assert shared.run(shared.llm.reset_prefix_cache())
+
+
+async def all_run(door: Door) -> None:
+    while any(engine.death is not None for engine in door.llm._engines):
+        await asyncio.sleep(0.01)
+
+
+def loads(door: Door) -> list[int]:
+    return [len(table.requests) for table in door.llm._requests.tables]
+
+
+def test_streams_of_a_killed_engine_continue_in_the_other_with_the_same_tokens(door: Door) -> None:
+    wanted = [*KINDS.values(), *KINDS.values()]
+    alone = door.run(door.all_outputs(wanted))
+    door.record.events.clear()
+    before = door.llm.num_replayed
+
+    async def interrupt() -> tuple[list[Any], int, int]:
+        reading = asyncio.create_task(door.all_outputs(wanted))
+        await door.record.until(lambda: len(door.record.of("tokens")) >= 2 * len(wanted))
+        counts, victim = loads(door), door.llm._engines[1]
+        os.kill(victim.pid, signal.SIGKILL)
+        while loads(door)[1]:
+            await asyncio.sleep(0)
+        return await reading, counts[1], victim.num_restarts
+
+    num_restarts = door.llm.num_restarts
+    got, num_moved, _ = door.run(interrupt())
+    assert num_moved >= 4
+    for (_, params), one, other in zip(wanted, alone, got, strict=True):
+        kind = getattr(params, "output_kind", "final_only")
+        assert told(whole(other, kind)) == told(whole(one, kind))
+    assert door.llm.num_replayed - before in range(1, num_moved + 1)
+
+
+def test_without_any_engine_requests_wait_for_the_first_that_is_ready(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_table, "MAX_DEATHS", 3)
+
+    async def kill_both() -> list[Any]:
+        reading = asyncio.create_task(door.all_outputs([("a", LONG)] * 4))
+        await door.record.until(lambda: len(door.record.of("tokens")) >= 4)
+        for pid in door.llm.engine_pids:
+            os.kill(pid, signal.SIGKILL)
+        while door.llm.is_running:
+            await asyncio.sleep(0)
+        assert isinstance(door.llm.death, EngineDeadError)
+        return await reading
+
+    got = door.run(kill_both())
+    assert [sum(len(output.outputs[0].token_ids) for output in outputs) for outputs in got] == [200] * 4
+
+
+def test_a_conversation_stays_with_the_engine_that_holds_it(door: Door) -> None:
+    texts = [f"{number}: " + f"once upon a time {number} " * 30 for number in range(6)]
+    first = door.run(door.all_outputs([(text, ONE) for text in texts]))
+    assert all(output[-1].num_cached_tokens < 32 for output in first)
+    again = door.run(door.all_outputs([(text + " and then", ONE) for text in reversed(texts)]))
+    for outputs, before in zip(again, reversed(first), strict=True):
+        assert outputs[-1].num_cached_tokens >= len(before[-1].prompt_token_ids) - 32
+
+
+def test_requests_without_hits_are_spread_evenly(door: Door) -> None:
+    before = [stats.num_prompt_tokens for stats in door.llm.engine_stats()]
+    door.run(door.all_outputs([(f"{number} is a number " * 20, ONE) for number in range(40)]))
+    given = [stats.num_prompt_tokens - start for stats, start in zip(door.llm.engine_stats(), before, strict=True)]
+    assert max(given) <= 1.1 * min(given)
+
+
+def test_all_engines_sleep_and_wake_up(door: Door) -> None:
+    door.run(door.llm.sleep())
+    assert door.run(door.llm.is_sleeping())
+    assert all(controls.is_sleeping for controls in door.llm._controls)
+    door.run(door.llm.wake_up())
+    assert not any(controls.is_sleeping for controls in door.llm._controls)
+    assert len(door.run(door.all_outputs([("a", ONE)] * 4))) == 4
+
+
+def test_more_engines_than_cpus_are_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"data_parallel_size=1000 engines of 1 threads need 1000 CPUs, and"):
+        Door(data_parallel_size=1000)
+    with pytest.raises(ConfigError, match="data_parallel_size=0: must be 1 to"):
+        EngineArgs(data_parallel_size=0).resolve()
