@@ -36,7 +36,7 @@ class Mortal(Door):
 
     def die_after(self, *num_frames: int | None) -> None:
         """The engine that runs dies after the first number of frames, its successors after the others."""
-        self.llm._engines[0]._client._num_left, *self.deaths = num_frames
+        self.llm.group.engines[0]._client._num_left, *self.deaths = num_frames
 
     async def until_tokens(self, num_outputs: int) -> None:
         await self.record.until(lambda: len(self.record.of("tokens")) >= num_outputs)

@@ -217,7 +217,7 @@ def test_watchers_get_every_frame_or_an_end(door: Door) -> None:
         sent = [b"%d" % i for i in range(100)]
         got = []
         for frame in sent:
-            door.llm._watchers[0].on_message(CacheFrame(frame))
+            door.llm.group.watchers[0].on_message(CacheFrame(frame))
             got.append(await (anext(quick) if got else waiting[0]))
         assert got == sent
         behind = [await waiting[1], *[frame async for frame in slow]]

@@ -67,7 +67,7 @@ def test_max_model_len_is_what_the_engine_has_room_for() -> None:
         assert output.finished
     finally:
         door.close()
-    assert door.llm._engines[0]._client._process.returncode == 0
+    assert door.llm.group.engines[0]._client._process.returncode == 0
     assert not door.llm.is_running
 
 

@@ -39,7 +39,7 @@ class PoolingDoor(Door):
             yield self.deaths.pop(0) if self.deaths else None
 
     def die_after(self, *num_frames: int | None) -> None:
-        self.llm._engines[0]._client._num_left, *self.deaths = num_frames
+        self.llm.group.engines[0]._client._num_left, *self.deaths = num_frames
 
     async def encode(self, prompt: Any, **params: Any) -> Any:
         [output] = [output async for output in self.llm.encode(prompt, PoolingParams(**params), self.new_id())]

@@ -20,6 +20,23 @@ from quire.text.tokenizer.tokenizer import Tokenizer
 from tests.scripted_engine import RecitingExecutor, scripted_llm
 
 
+class Group:
+    """As EngineGroup, of one engine."""
+
+    def __init__(self, llm: "InProcessLLM") -> None:
+        self._llm = llm
+        self.engines = [llm]
+        self.pids = [1]
+
+    @property
+    def stats(self) -> list[Any]:
+        return [self._llm.stats()]
+
+    @property
+    def running(self) -> list[bool]:
+        return [self._llm.death is None]
+
+
 class InProcessLLM:
     """As AsyncLLM. The engine steps in the event loop while anybody waits for it, once between any two other things."""
 
@@ -31,6 +48,7 @@ class InProcessLLM:
         self.death: Exception | None = None
         self.num_bytes = engine.plan.total_bytes
         self.default_sampling_params = engine.default_sampling_params
+        self.group = Group(self)
         self._queues: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._stepping: asyncio.Task[None] | None = None
 

@@ -27,7 +27,7 @@ class WatchedLLM:
     """Gives each watcher frames from a script; None ends them, as for a watcher who is too slow."""
 
     adapters = ()
-
+    group = SimpleNamespace(engines=[None, None])
     tokenizer = SimpleNamespace(chat_templates={})
 
     def __init__(self, *scripts: list[bytes | Exception | None]) -> None:
@@ -35,8 +35,9 @@ class WatchedLLM:
         self.tokenizer = SimpleNamespace(chat_templates={})
         self.num_open = 0
 
-    async def watch_cache(self) -> AsyncGenerator[bytes, None]:
+    async def watch_cache(self, engine: int) -> AsyncGenerator[bytes, None]:
         self.num_open += 1
+        self.watched = engine
         try:
             for frame in self.scripts.pop(0):
                 if frame is None:
@@ -81,10 +82,10 @@ class Watcher:
 
 
 @asynccontextmanager
-async def watching(app: ASGIApp) -> AsyncIterator[Watcher]:
+async def watching(app: ASGIApp, query: bytes = b"") -> AsyncIterator[Watcher]:
     watcher = Watcher()
     scope = {
-        "type": "http", "method": "GET", "path": PATH, "raw_path": PATH.encode(), "query_string": b"", "headers": [],
+        "type": "http", "method": "GET", "path": PATH, "raw_path": PATH.encode(), "query_string": query, "headers": [],
         "root_path": "", "scheme": "http", "http_version": "1.1", "server": None, "client": None,
     }  # fmt: skip
     task = asyncio.create_task(app(scope, watcher.receive, watcher.messages.put))
@@ -106,6 +107,21 @@ def test_frames_are_handed_through_until_the_watcher_leaves() -> None:
             assert watcher.headers[b"content-type"].startswith(b"text/event-stream")
             assert llm.num_open == 1
         assert llm.num_open == 0
+
+    asyncio.run(watch())
+
+
+def test_the_engine_that_is_watched_is_chosen() -> None:
+    async def watch() -> None:
+        for query, number in ((b"", 0), (b"engine=1", 1)):
+            llm = WatchedLLM([b"{}"])
+            async with watching(app_over(llm), query) as watcher:
+                await watcher.next()
+            assert llm.watched == number
+        for wrong in (b"engine=2", b"engine=-1", b"engine=x", b"engine="):
+            async with watching(app_over(WatchedLLM([])), wrong) as watcher:
+                assert b"the model has 2 engines, numbered from 0" in await watcher.next()
+                assert watcher.status == 400
 
     asyncio.run(watch())
 
@@ -155,13 +171,13 @@ class ReadLLM:
     """Says which blocks were read."""
 
     adapters = ()
-
+    group = SimpleNamespace(engines=[None, None])
     tokenizer = SimpleNamespace(chat_templates={}, decode_token=lambda token: f"<{token}>")
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, list[int]]] = []
 
-    async def block_tokens(self, tier: int, block_ids: list[int]) -> list[list[int]]:
+    async def block_tokens(self, tier: int, block_ids: list[int], engine: int) -> list[list[int]]:
         self.asked.append((tier, block_ids))
         return [[block_id, 5] if block_id else [] for block_id in block_ids]
 

@@ -36,13 +36,17 @@ ASKED_FOR = [
 class Engine:
     """As AsyncLLM; with stats that a test sets."""
 
-    is_running, num_restarts, num_replayed, engine_pid = True, 0, 0, 1
+    is_running, num_restarts, num_replayed = True, 0, 0
     config = SimpleNamespace(cache=CACHE, lora=None)
 
     def __init__(self) -> None:
         self.prefix = PrefixCacheStats()
         self.counts = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"num_blocks": 10}
         self.counts |= {"adapters": {}, "drafts": {}}
+
+    @property
+    def group(self) -> SimpleNamespace:
+        return SimpleNamespace(stats=[self.stats()], running=[self.is_running], pids=[1])
 
     def stats(self) -> EngineStats:
         return EngineStats(**self.counts | {"prefix_cache": self.prefix.to_dict()})

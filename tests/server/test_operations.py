@@ -21,7 +21,6 @@ PROMPT = {"prompt": "hello", "max_tokens": 2}
 class ListenedLLM(InProcessLLM):
     """With what the operator's side of AsyncLLM has."""
 
-    engine_pid = 1
     is_running, num_restarts, num_replayed = True, 2, 3
 
     def __init__(self, engine) -> None:
@@ -40,6 +39,9 @@ class ListenedLLM(InProcessLLM):
 
     async def reset_prefix_cache(self) -> bool:
         return not self.is_busy
+
+    async def restart_engines(self, drain_timeout_s: float) -> None:
+        self.calls.append(f"restart within {drain_timeout_s:g} s")
 
     def add_listener(self, listener) -> None:
         self.listeners.append(listener)
@@ -97,7 +99,7 @@ def test_every_endpoint_that_makes_something_is_guarded(operated):
     server = operated(api_key=("sk-1",))
     described = server.get("/openapi.json", headers=KEY).json["paths"]
     posted = {path for path, methods in described.items() if "post" in methods} - {"/ping"}
-    admins = {"/sleep", "/wake_up", "/reset_prefix_cache", "/api/pull"}
+    admins = {"/sleep", "/wake_up", "/reset_prefix_cache", "/restart_engines", "/api/pull"}
     admins |= {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
     assert posted > admins
     assert len(posted - admins) >= 4
@@ -115,6 +117,13 @@ def test_administration_needs_its_own_key(operated):
     for headers in ({"authorization": "Bearer sk-admin"}, {"x-api-key": "sk-admin"}):
         assert server.get("/is_sleeping", headers=headers).json == {"is_sleeping": False}
     assert server.get("/v1/models", headers={"authorization": "Bearer sk-admin"}).status == 401
+
+
+def test_an_administrator_replaces_the_engines(operated):
+    server = operated(admin_key=("sk-admin",), drain_timeout_s=7.0)
+    answer = server.post("/restart_engines", b"", headers={"authorization": "Bearer sk-admin"})
+    assert answer.json == {"models": {"quire-tiny": "loaded"}}
+    assert server.llm.calls == ["restart within 7 s"]
 
 
 def test_an_administrator_lets_models_sleep_and_wakes_them_up(operated):

@@ -354,7 +354,7 @@ class LLMEngine:
         ConfigError unless the engine was made with `disable_log_stats=False`."""
         if self._metrics is None:
             raise ConfigError("requests are not measured: make the engine with disable_log_stats=False")
-        return list(self._metrics.snapshot(self.stats(), self.plan.config.cache, self.plan.config.lora))
+        return list(self._metrics.snapshot([self.stats()], self.plan.config.cache, self.plan.config.lora))
 
     def _measure(self, changed: Sequence[SequenceGroup]) -> None:
         if self._metrics is not None:

@@ -253,43 +253,70 @@ class EngineMetrics:
     def _observe(self, name: str, value: float) -> None:
         self.histograms[name].observe(max(0.0, value))
 
-    def snapshot(self, stats: EngineStats, cache: CacheConfig, lora: LoRAConfig | None = None) -> Iterator[Metric]:
-        """The current metrics, with the engine's statistics and its cache; those of one name follow each other."""
+    def snapshot(
+        self, stats: Sequence[EngineStats], cache: CacheConfig, lora: LoRAConfig | None = None
+    ) -> Iterator[Metric]:
+        """The current metrics, with the statistics of each engine and its cache; those of one name follow each other.
+
+        What is measured of requests, the histograms, is one for all engines.
+        """
+        engines = [(self.labels | {"engine": str(number)}, of) for number, of in enumerate(stats)]
         for name, (_, gauge) in _GAUGES.items():
-            yield Gauge(name, dict(self.labels), gauge(stats))
+            yield from (Gauge(name, labels, gauge(of)) for labels, of in engines)
         for name, (_, counter) in _COUNTERS.items():
-            yield Counter(name, dict(self.labels), int(counter(stats)))
-        yield from self._split(Counter, "vllm:request_success", "finished_reason", self._finished)
+            yield from (Counter(name, labels, int(counter(of))) for labels, of in engines)
+        yield from _split(Counter, "vllm:request_success", "finished_reason", [(self.labels, self._finished)])
         for name in _HISTOGRAMS:
             counts = self._between_tokens if name == "time_per_output_token_seconds" else self.histograms[name]
             buckets = counts.cumulative()
             yield Histogram(f"vllm:{name}", dict(self.labels), buckets["+Inf"], counts.sum, buckets)
-        yield Gauge("vllm:cache_config_info", self.labels | _cache_info(cache, stats.num_blocks), 1)
-        blocks = {
-            "owned": stats.num_used_blocks,
-            "cached": stats.num_cached_blocks,
-            "free": stats.num_blocks - stats.num_used_blocks - stats.num_cached_blocks,
-        }
-        yield from self._split(Gauge, "quire:kv_cache_blocks", "state", blocks)
+        yield from (
+            Gauge("vllm:cache_config_info", labels | _cache_info(cache, of.num_blocks), 1) for labels, of in engines
+        )
+        yield from _split(Gauge, "quire:kv_cache_blocks", "state", [(labels, _blocks(of)) for labels, of in engines])
         for kind, label in (("hit", "source"), ("missed", "reason")):
-            found = {n.removeprefix(f"{kind}_"): v for n, v in stats.prefix_cache.items() if n.startswith(f"{kind}_")}
-            yield from self._split(Counter, f"quire:prefix_cache_{kind}_tokens", label, found)
+            found = [(labels, _without_prefix(of.prefix_cache, f"{kind}_")) for labels, of in engines]
+            yield from _split(Counter, f"quire:prefix_cache_{kind}_tokens", label, found)
         if lora is not None:
-            yield Gauge("vllm:lora_requests_info", self.labels | _lora_info(stats, lora), time.time())
+            now = time.time()
+            yield from (Gauge("vllm:lora_requests_info", labels | _lora_info(of, lora), now) for labels, of in engines)
         for name, (_, metric, read) in _ADAPTERS.items():
-            by_adapter = {adapter: read(counts) for adapter, counts in stats.adapters.items()}
-            yield from self._split(metric, name, "lora_name", by_adapter)
+            by_adapter = [
+                (labels, {key: read(counts) for key, counts in of.adapters.items()}) for labels, of in engines
+            ]
+            yield from _split(metric, name, "lora_name", by_adapter)
         for name, (_, count) in _DRAFTS.items():
-            yield from self._split(Counter, name, "drafter", {key: count(of) for key, of in stats.drafts.items()})
-        for drafter, of in stats.drafts.items():
-            yield Vector(_DRAFTS_BY_POSITION, self.labels | {"drafter": drafter}, of.num_accepted_at)
+            by_drafter = [(labels, {key: count(drafts) for key, drafts in of.drafts.items()}) for labels, of in engines]
+            yield from _split(Counter, name, "drafter", by_drafter)
+        for labels, of in engines:
+            for drafter, drafts in of.drafts.items():
+                yield Vector(_DRAFTS_BY_POSITION, labels | {"drafter": drafter}, drafts.num_accepted_at)
 
-    def _split(
-        self, kind: type[Counter] | type[Gauge], name: str, label: str, values: Mapping[str, int]
-    ) -> Iterator[Metric]:
-        """A metric for each value of an additional label."""
+
+def _split(
+    kind: type[Counter] | type[Gauge],
+    name: str,
+    label: str,
+    engines: Sequence[tuple[Mapping[str, str], Mapping[str, int]]],
+) -> Iterator[Metric]:
+    """A metric for each value of an additional label, of each engine."""
+    for labels, values in engines:
         for key, value in values.items():
-            yield kind(name, self.labels | {label: key}, value)
+            yield kind(name, {**labels, label: key}, value)
+
+
+def _blocks(stats: EngineStats) -> dict[str, int]:
+    """The number of blocks in each state."""
+    return {
+        "owned": stats.num_used_blocks,
+        "cached": stats.num_cached_blocks,
+        "free": stats.num_blocks - stats.num_used_blocks - stats.num_cached_blocks,
+    }
+
+
+def _without_prefix(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
+    """The counts whose names have the prefix, by the rest of the name."""
+    return {name.removeprefix(prefix): count for name, count in counts.items() if name.startswith(prefix)}
 
 
 HELP: Mapping[str, str] = {

@@ -17,7 +17,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import urlencode
 
 import msgspec
 
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="address of the server (default: %(default)s)")
     parser.add_argument("--model", metavar="NAME", help="which of the server's models (default: its first one)")
+    parser.add_argument("--engine", type=int, default=0, help="which of the model's engines (default: %(default)s)")
     parser.add_argument("--api-key", default=None, metavar="KEY", help="the server's API key (default: $QUIRE_API_KEY)")
     parser.add_argument("--once", action="store_true", help="print one snapshot and exit")
 
@@ -65,7 +66,7 @@ def _show(options: argparse.Namespace) -> int:
     key = keys.split(",")[0].strip() or None
     once = options.once or not sys.stdout.isatty()
     picture = Picture(CacheMirror(), is_coloured=not once and "NO_COLOR" not in os.environ)
-    updates = watch(options.url, key, options.model)
+    updates = watch(options.url, key, options.model, options.engine)
     if once:
         for update in updates:
             picture.add(update)
@@ -91,9 +92,9 @@ def _size() -> tuple[int, int]:
     return max(40, size.columns), max(12, size.lines)
 
 
-def watch(url: str, key: str | None, model: str | None = None) -> Iterator[Any]:
-    """Yield the server's CacheUpdates of a model, by default its first one. Raises ConfigError for an invalid address,
-    QuireError if no server answers or it has no such model."""
+def watch(url: str, key: str | None, model: str | None = None, engine: int = 0) -> Iterator[Any]:
+    """Yield the CacheUpdates of an engine of a model, by default the first of each. Raises ConfigError for an invalid
+    address, QuireError if no server answers or it has no such model."""
     from quire.engine.view.cache_frame import CacheUpdate
 
     decoder = msgspec.json.Decoder(CacheUpdate)
@@ -101,8 +102,8 @@ def watch(url: str, key: str | None, model: str | None = None) -> Iterator[Any]:
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--url {url!r}: must begin with http:// or https://")
     try:
-        query = "" if model is None else f"?model={quote(model, safe='')}"
-        request = urllib.request.Request(url.rstrip("/") + _PATH + query, headers=headers)
+        query = urlencode(({} if model is None else {"model": model}) | ({"engine": engine} if engine else {}))
+        request = urllib.request.Request(f"{url.rstrip('/')}{_PATH}{'?' if query else ''}{query}", headers=headers)
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
             while line := response.readline(_MAX_LINE):
                 if line.startswith(b"data:"):

@@ -20,9 +20,8 @@ from quire.engine.adapters import AdapterTable, AnyAdapter
 from quire.engine.requests.input_processor import InputProcessor, Prompt
 from quire.engine.requests.recommended import recommended_params
 from quire.interfaces.async_llm.adapters import EngineAdapters
-from quire.interfaces.async_llm.cache_watchers import CacheWatchers
-from quire.interfaces.async_llm.controls import EngineControls
 from quire.interfaces.async_llm.dispatcher import Dispatcher
+from quire.interfaces.async_llm.engine_group import EngineGroup
 from quire.interfaces.async_llm.engine_message import AnyParams, Params, check_params
 from quire.interfaces.async_llm.listener import RequestListener
 from quire.interfaces.async_llm.output_processor import RequestState
@@ -66,18 +65,13 @@ class AsyncLLM:
         self.config = replace(config, model=model)
         self.model_config = model
         self.tokenizer = started.tokenizer
-        self._engines = engines
         self._inputs = InputProcessor(self.config, started.tokenizer, ready[0].pooler)
         self._requests = Dispatcher(engines, ready, self._inputs, config.cache.block_size, holds=holds)
-        self._watchers = [CacheWatchers(engine) for engine in engines]
-        self._controls = [EngineControls(engine) for engine in engines]
         self._adapters = EngineAdapters(engines, self.config)
         self.adapters = self._adapters.table
         self.num_bytes = sum(state.num_bytes for state in ready)
         """Memory that weights, activations and KV caches use while no engine sleeps, as planned."""
-        of_engines = zip(engines, self._controls, self._requests.tables, self._watchers, strict=True)
-        for engine, controls, table, watchers in of_engines:
-            engine.supervise(controls, table, watchers, self._adapters)
+        self.group = EngineGroup(engines, self._requests, self._adapters)
 
     @classmethod
     async def from_args(
@@ -124,7 +118,7 @@ class AsyncLLM:
             for request in args.lora_requests():
                 await self._adapters.add(request)
         except BaseException:
-            await self._close()
+            await self.group.close()
             raise
 
     def default_sampling_params(self) -> SamplingParams:
@@ -264,21 +258,16 @@ class AsyncLLM:
         refused, and an engine that dies is replaced by one that sleeps too.
         """
         await self.start()
-        try:
-            for controls in self._controls:
-                await controls.sleep()
-        except Exception:
-            await self.wake_up()  # those that sleep already
-            raise
+        await self.group.sleep()
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Load the model again. Raises what loading raises, and the engine then still sleeps, or EngineDeadError."""
         await self.start()
-        await asyncio.gather(*[controls.wake_up() for controls in self._controls])
+        await self.group.wake_up()
 
     async def is_sleeping(self) -> bool:
         """Whether weights and KV cache have been given back."""
-        return self._start_args is None and any(controls.is_sleeping for controls in self._controls)
+        return self._start_args is None and self.group.is_sleeping
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Add an adapter, or with `load_inplace` replace the content of its name. Returns whether anything has changed.
@@ -306,7 +295,16 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run."""
         await self.start()
-        return all(await asyncio.gather(*[controls.call("reset_prefix_cache") for controls in self._controls]))
+        return await self.group.reset_prefix_cache()
+
+    async def restart_engines(self, drain_timeout_s: float = 0.0) -> None:
+        """Replace the engines' processes, one after another. An engine's requests have `drain_timeout_s` to end there;
+        those that still run then continue in another engine, with the same tokens, or wait for the new one.
+
+        Raises EngineDeadError if a new engine cannot be started; those behind it then go on as they are.
+        """
+        await self.start()
+        await self.group.restart(drain_timeout_s)
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its last output has the finish reason `abort`. Does nothing for an unknown id."""
@@ -316,10 +314,6 @@ class AsyncLLM:
     def stats(self) -> EngineStats:
         """Return the engine's statistics after its latest step."""
         return self._requests.stats()
-
-    def engine_stats(self) -> list[EngineStats]:
-        """Return the statistics of each engine after its latest step."""
-        return [table.stats for table in self._requests.tables]
 
     def add_listener(self, listener: RequestListener) -> None:
         """Report the events of all requests to a listener from now on."""
@@ -331,24 +325,23 @@ class AsyncLLM:
         The first frame is a whole snapshot, and so is the frame after another watcher or another engine has started.
         Raises EngineDeadError if there is no engine. The generator ends for a watcher that does not keep up.
         """
-        return self._watchers[engine].watch()
+        return self.group.watchers[engine].watch()
 
     async def block_tokens(self, tier: int, block_ids: Sequence[int], engine: int = 0) -> list[list[int]]:
         """Return the computed tokens in each of these blocks of a tier (0: the cache, 1: the host tier).
 
         A block that is free or does not exist has none. Raises EngineDeadError if there is no engine.
         """
-        return await self._watchers[engine].block_tokens(tier, block_ids)
+        return await self.group.watchers[engine].block_tokens(tier, block_ids)
 
     def _check_awake(self) -> None:
-        if any(controls.is_sleeping for controls in self._controls):
+        if self.group.is_sleeping:
             raise RequestError("the engine sleeps: call wake_up() first")
 
     @property
     def death(self) -> EngineDeadError | None:
         """Why no engine runs; None while one runs."""
-        deaths = [engine.death for engine in self._engines]
-        return None if None in deaths else deaths[0]
+        return self.group.death
 
     @property
     def is_running(self) -> bool:
@@ -358,12 +351,12 @@ class AsyncLLM:
     @property
     def is_lost(self) -> bool:
         """Whether no engine is expected soon, so that requests do not wait for one."""
-        return all(engine.is_lost for engine in self._engines)
+        return self.group.is_lost
 
     @property
     def num_restarts(self) -> int:
         """Number of engines started in the place of others."""
-        return sum(engine.num_restarts for engine in self._engines)
+        return self.group.num_restarts
 
     @property
     def num_replayed(self) -> int:
@@ -373,12 +366,7 @@ class AsyncLLM:
     @property
     def engine_pid(self) -> int:
         """Process id of the first engine's process, for example to read its memory use."""
-        return self.engine_pids[0]
-
-    @property
-    def engine_pids(self) -> list[int]:
-        """Process ids of all engines' processes."""
-        return [engine.pid for engine in self._engines]
+        return self.group.engines[0].pid
 
     def shutdown(self, timeout: float | None = None) -> Awaitable[None]:
         """End the engine process; requests that still run raise EngineDeadError.
@@ -388,13 +376,8 @@ class AsyncLLM:
         """
         if self._start_args is not None:
             return LazyAwaitable(nothing)
-        self._requests.is_closing = True
-        for engine in self._engines:
-            engine.begin_close()
-        return LazyAwaitable(self._close)
-
-    async def _close(self) -> None:
-        await asyncio.gather(*[engine.close() for engine in self._engines])
+        self.group.begin_close()
+        return LazyAwaitable(self.group.close)
 
 
 AsyncLLMEngine = AsyncLLM

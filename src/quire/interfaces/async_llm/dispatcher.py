@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from quire.interfaces.async_llm.output_processor import RequestState
 from quire.interfaces.async_llm.request_table import RequestTable
 from quire.interfaces.async_llm.supervisor import Supervisor
 from quire.kv.prefix_cache.content_hash import BlockHash, ContentHasher, HashChain
+
+_DRAIN_TICK_S = 0.05
 
 
 class Dispatcher:
@@ -155,6 +158,19 @@ class Dispatcher:
                 other.replay(request)
                 num_moved += 1
         return num_moved
+
+    async def restart(self, table: RequestTable, drain_timeout_s: float) -> None:
+        """Replace the engine by a new process. Its requests have this time to end; other engines take over the rest."""
+        self.draining.add(table.number)
+        try:
+            ends_s = time.monotonic() + drain_timeout_s
+            while table.requests and table.is_running and time.monotonic() < ends_s:
+                await asyncio.sleep(_DRAIN_TICK_S)
+            for request in list(table.requests.values()):
+                self.move(table, [request])
+            await table.engine.restart()
+        finally:
+            self.draining.discard(table.number)
 
     def on_loss(self, table: RequestTable) -> bool:
         """No engine is expected soon in this place: its requests wait for another one. False: there is none."""

@@ -88,14 +88,14 @@ class RequestTable:
         for the next one."""
         num_running = len(self.requests)
         for request in list(self.requests.values()):
-            request.num_deaths += 1
+            request.num_deaths += not self.engine.is_restarting
             self._dispatcher.end_route(request)
             if request.num_deaths >= MAX_DEATHS:
                 self._fail(request, error)
         num_left = len(self.requests)
         num_moved = self._dispatcher.on_death(self)
         num_waiting, num_failed = num_left - num_moved, num_running - num_left
-        logger.error("%d requests wait for another engine, %d moved, %d failed", num_waiting, num_moved, num_failed)
+        logger.warning("%d requests wait for another engine, %d moved, %d failed", num_waiting, num_moved, num_failed)
         gone: dict[str, Any] = dict.fromkeys(("num_running", "num_swapped", "num_used_blocks", "num_cached_blocks"), 0)
         self.stats = replace(self.stats, num_waiting=num_waiting, num_pinned_blocks=0, **gone)
 

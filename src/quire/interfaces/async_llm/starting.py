@@ -33,7 +33,9 @@ async def start_engines(args: EngineArgs, hang_timeout_s: float | None, name: st
     config = await asyncio.to_thread(args.resolve)
     parts = await asyncio.to_thread(replica_args, replace(args, lora_modules=()))  # this process knows the adapters
     engines = [
-        Supervisor(part, hang_timeout_s, name=name if len(parts) == 1 else f"{name or config.model.model}, number {number}")
+        Supervisor(
+            part, hang_timeout_s, name=name if len(parts) == 1 else f"{name or config.model.model}, number {number}"
+        )
         for number, part in enumerate(parts)
     ]
     reading = asyncio.to_thread(read_tokenizer, config.model.tokenizer_path)

@@ -66,6 +66,8 @@ class Supervisor:
         self.is_lost = False
         """Whether no engine is expected soon, because of several consecutive failed starts or a shutdown."""
         self.num_restarts = 0
+        self._has_restarted: asyncio.Event | None = None
+        """Set when the engine that `restart` asked for runs, or is lost; None if none was asked for."""
 
     async def start(self) -> Ready:
         """Start the first engine. Raises the errors of EngineClient.start."""
@@ -80,6 +82,11 @@ class Supervisor:
     def supervise(self, *users: Supervised) -> None:
         """Start supervising the engine, and notify these users of its events."""
         self._running = asyncio.create_task(self._supervise(users))
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether the engine ends, or has ended, because `restart` asked for it."""
+        return self._has_restarted is not None
 
     @property
     def pid(self) -> int:
@@ -105,6 +112,17 @@ class Supervisor:
         self.begin_close()
         await asyncio.wait({self._running})
 
+    async def restart(self) -> None:
+        """End the engine, and wait until another one runs. Raises EngineDeadError if none can be started."""
+        if self._has_restarted is None:
+            self._has_restarted = asyncio.Event()
+        event = self._has_restarted
+        if self.death is None:
+            await self._client.end()
+        await event.wait()
+        if self.death is not None:
+            raise self.death
+
     def begin_close(self) -> None:
         """Let a supervised engine process end, as `close` does, without waiting for it."""
         if self._running is not None and not self._running.cancelling():
@@ -120,7 +138,8 @@ class Supervisor:
                 lived_s = self._clock() - began_s
                 if lived_s >= HEALTHY_S:
                     self._delay_s = FIRST_DELAY_S
-                logger.error("the engine%s ended unexpectedly after %.1f s: %s", self._of, lived_s, cause)
+                if self._has_restarted is None:
+                    logger.error("the engine%s ended unexpectedly after %.1f s: %s", self._of, lived_s, cause)
                 death = self._note_death(cause)
                 for user in users:
                     user.on_death(death)
@@ -128,14 +147,21 @@ class Supervisor:
                 assert self._client.ready is not None
                 self.death, self.is_lost = None, False
                 self.num_restarts += 1
+                self._end_restart()
                 for user in users:
                     user.on_restart(self._client.ready)
         finally:
             self.is_lost = True
             self.death = EngineDeadError("the engine was shut down")
+            self._end_restart()
             await self._client.end()
             for user in users:
                 user.on_loss(self.death)
+
+    def _end_restart(self) -> None:
+        if self._has_restarted is not None:
+            self._has_restarted.set()
+            self._has_restarted = None
 
     def _note_death(self, cause: str) -> EngineDeadError:
         retry_after_s = max(1, math.ceil(self._delay_s + self._load_s))
@@ -146,9 +172,10 @@ class Supervisor:
         """Start engines until one is ready, after a delay that doubles each time."""
         num_failed, began_s = 0, self._clock()
         while True:
-            delay_s, self._delay_s = self._delay_s, min(2 * self._delay_s, MAX_DELAY_S)
-            logger.info("starting another engine%s in %g s", self._of, delay_s)
-            await self._sleep(delay_s)
+            if self._has_restarted is None or num_failed:
+                delay_s, self._delay_s = self._delay_s, min(2 * self._delay_s, MAX_DELAY_S)
+                logger.info("starting another engine%s in %g s", self._of, delay_s)
+                await self._sleep(delay_s)
             start_s = self._clock()
             try:
                 client = await self._start(self._args, self._hang_timeout_s)
@@ -159,6 +186,7 @@ class Supervisor:
                 death = self._note_death(cause)
                 if num_failed == MAX_FAILED_STARTS:
                     self.is_lost = True
+                    self._end_restart()
                     for user in users:
                         user.on_loss(death)
             else:

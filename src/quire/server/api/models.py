@@ -38,6 +38,7 @@ def _card(state: ServerState, name: str) -> ModelCard:
         root=entry.spec.checkpoint,
         max_model_len=max_model_len,
         status=entry.status,
+        num_engines=entry.spec.engine.data_parallel_size,
     )
     if name in entry.adapter_names:
         adapter = None if entry.llm is None else entry.llm.adapters.get(name)

@@ -1,4 +1,4 @@
-"""Endpoints for administrators: sleep, wake up, forget cached prefixes. `?model=` names one model instead of all."""
+"""Endpoints for administrators: sleep, wake up, forget cached prefixes, restart. `?model=` names one model, not all."""
 
 from __future__ import annotations
 
@@ -55,6 +55,16 @@ async def reset_prefix_cache(request: Request) -> ASGIApp:
     return _states(entries)
 
 
+async def restart_engines(request: Request) -> ASGIApp:
+    """POST /restart_engines: replace the engine processes, one after another. Where there are several, an engine's
+    requests that still run after `drain_timeout_s` continue in the others; a single engine's wait for the new one."""
+    state, entries = state_of(request), _entries(request)
+    for entry in entries:
+        if entry.is_awake and entry.llm is not None:
+            await entry.llm.restart_engines(state.args.drain_timeout_s)
+    return _states(entries)
+
+
 def _entries(request: Request) -> list[ModelEntry]:
     pool, name = state_of(request).models, request.query_params.get("model")
     return list(pool.entries) if name is None else [pool.find(name)]
@@ -73,5 +83,9 @@ ENDPOINTS = (
     Endpoint(
         "/reset_prefix_cache", "POST", reset_prefix_cache, "Forget cached prefixes",
         response=ModelStates, kind="admin", statuses=(404, 409, 503),
+    ),
+    Endpoint(
+        "/restart_engines", "POST", restart_engines, "Replace engine processes, one after another",
+        response=ModelStates, kind="admin", statuses=(404, 503),
     ),
 )  # fmt: skip

@@ -39,14 +39,16 @@ class BlocksRead(msgspec.Struct):
 
 
 async def cache_events(request: Request) -> ASGIApp:
-    """A stream of CacheUpdates of the model that `?model=` names: first a snapshot, then changes. A watcher that is too
-    slow gets a new snapshot when it reads again. Raises ApiError (429) for one watcher too many."""
+    """A stream of CacheUpdates of the model that `?model=` names, of its engine `?engine=`: first a snapshot, then
+    changes. A watcher that is too slow gets a new snapshot when it reads again. Raises ApiError (429) for one watcher
+    too many."""
     state, llm = state_of(request), _loaded(request)
+    engine = _engine(request, llm)
     if state.num_cache_watchers >= MAX_WATCHERS:
         message = f"too many open streams of the cache: at most {MAX_WATCHERS} are allowed"
         raise ApiError(429, message, code="too_many_watchers", headers={"retry-after": "5"})
     return await sse.event_stream(
-        request, _events(state, llm), error_event=lambda error: sse.frame(error.to_json(request.url.path))
+        request, _events(state, llm, engine), error_event=lambda error: sse.frame(error.to_json(request.url.path))
     )
 
 
@@ -59,11 +61,19 @@ def _loaded(request: Request) -> AsyncLLM:
     return entry.llm
 
 
-async def _events(state: ServerState, llm: AsyncLLM) -> AsyncGenerator[bytes, None]:
+def _engine(request: Request, llm: AsyncLLM) -> int:
+    """The number that `?engine=` gives, 0 by default. Raises ApiError (400) if the model has no such engine."""
+    text, number = request.query_params.get("engine", "0"), len(llm.group.engines)
+    if not (text.isascii() and text.isdecimal() and len(text) < 5 and int(text) < number):
+        raise invalid(f"engine is {text[:50]!r}; the model has {number} engines, numbered from 0", "engine")
+    return int(text)
+
+
+async def _events(state: ServerState, llm: AsyncLLM, engine: int) -> AsyncGenerator[bytes, None]:
     state.num_cache_watchers += 1
     try:
         while True:  # the engine's interface ends the frames of a watcher that is too slow
-            async with aclosing(llm.watch_cache()) as frames:
+            async with aclosing(llm.watch_cache(engine)) as frames:
                 async for data in frames:
                     yield sse.frame(data)
     finally:
@@ -71,7 +81,7 @@ async def _events(state: ServerState, llm: AsyncLLM) -> AsyncGenerator[bytes, No
 
 
 async def cache_blocks(request: Request) -> ASGIApp:
-    """The tokens in the blocks `ids` of a `tier` of the model that `?model=` names.
+    """The tokens in the blocks `ids` of a `tier` of the model that `?model=` names, of its engine `?engine=`.
 
     Raises ApiError (403) where callers may have different keys.
     """
@@ -89,7 +99,8 @@ async def cache_blocks(request: Request) -> ASGIApp:
         raise invalid(f"ids must be 1 to {MAX_BLOCKS_READ} numbers of blocks, separated by commas", "ids")
     block_ids = [int(i) for i in ids]
     llm = _loaded(request)
-    tokens, decode = await llm.block_tokens(_TIERS.index(tier), block_ids), llm.tokenizer.decode_token
+    tokens = await llm.block_tokens(_TIERS.index(tier), block_ids, _engine(request, llm))
+    decode = llm.tokenizer.decode_token
     rows = zip(block_ids, tokens, strict=True)
     return json_response(BlocksRead([BlockTokens(i, row, [decode(token) for token in row]) for i, row in rows]))
 

@@ -15,8 +15,16 @@ from quire.server.models.pool import ModelPool
 
 async def health(request: Request) -> ASGIApp:
     """GET /health and /ping: 200 while an engine runs or can be started, else 503 and the reason."""
-    death = _death(state_of(request).models)
-    return json_response(Status(status=str(death or "ok")), 200 if death is None else 503)
+    models = state_of(request).models
+    death = _death(models)
+    return json_response(Status(status=str(death or _ok(models))), 200 if death is None else 503)
+
+
+def _ok(models: ModelPool) -> str:
+    """The status while an engine runs: `ok`, and how many run if some do not."""
+    loaded = [entry.llm for entry in models.entries if entry.is_awake and entry.llm is not None]
+    running = [is_running for llm in loaded for is_running in llm.group.running]
+    return "ok" if all(running) else f"ok: {sum(running)} of {len(running)} engines run"
 
 
 async def ready(request: Request) -> ASGIApp:

@@ -36,10 +36,10 @@ class Labels:
 
     def family(self, kind: Any, name: str, text: str, rows: Sequence[tuple[Mapping[str, str], float]]) -> Metric:
         """A metric family with one row for each set of additional labels."""
-        extra = list(rows[0][0]) if rows else []
-        metric: Metric = kind(name, text, labels=[*self._common, *extra])
+        extra = rows[0][0] if rows else {}
+        metric: Metric = kind(name, text, labels=list({**self._common, **extra}))
         for labels, value in rows:
-            metric.add_metric([*self._common.values(), *labels.values()], value)  # type: ignore[attr-defined]
+            metric.add_metric(list({**self._common, **labels}.values()), value)  # type: ignore[attr-defined]
         return metric
 
 
@@ -69,17 +69,23 @@ class ModelMetrics:
         yield self.labels.single(GaugeMetricFamily, "quire:model_loaded", text, int(is_loaded))
         if llm is None:
             return
-        metrics = self.engine.snapshot(llm.stats(), llm.config.cache, llm.config.lora)
+        metrics = self.engine.snapshot(llm.group.stats, llm.config.cache, llm.config.lora)
         for name, of_name in groupby(metrics, key=lambda metric: metric.name):
             yield _engine_family(name, list(of_name))
         if is_loaded:
             text = "1 if the engine process runs"
-            yield self.labels.single(GaugeMetricFamily, "quire:engine_up", text, int(llm.is_running))
+            yield self._by_engine(GaugeMetricFamily, "quire:engine_up", text, llm.group.running)
         text = "Engine processes started after the first"
         yield self.labels.single(CounterMetricFamily, "quire:engine_restarts", text, llm.num_restarts)
         text = "Requests continued in another engine process"
         yield self.labels.single(CounterMetricFamily, "quire:requests_replayed", text, llm.num_replayed)
-        yield process_memory(self.labels, "engine", str(llm.engine_pid))
+        for number, pid in enumerate(llm.group.pids):
+            yield process_memory(self.labels, f"engine {number}" if number else "engine", str(pid))
+
+    def _by_engine(self, kind: Any, name: str, text: str, values: Sequence[float]) -> Metric:
+        """A metric family with one row for each engine."""
+        rows = [({"engine": str(number)}, float(value)) for number, value in enumerate(values)]
+        return self.labels.family(kind, name, text, rows)
 
 
 def _engine_family(name: str, metrics: Sequence[of_engine.Metric]) -> Metric:

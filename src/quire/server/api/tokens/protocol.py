@@ -76,6 +76,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     """None as long as the model was never loaded."""
     status: str
     """`loaded`, `loading`, `asleep`, `restarting` or `failed`; a request wakes up a model that is asleep."""
+    num_engines: int = 1
+    """Engines among which its requests are spread."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):

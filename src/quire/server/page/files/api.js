@@ -10,10 +10,19 @@ export function setApiKey(key) {
 }
 
 let model = "";
+let engine = 0;
 
 // The model that is chosen, where the server has several; "" where it has one.
 export const chooseModel = (name) => (model = name);
-export const forModel = (sign) => (model ? `${sign}model=${encodeURIComponent(model)}` : "");
+// The engine that is watched, where the model has several.
+export const chooseEngine = (number) => (engine = number);
+
+export function forModel(sign) {
+  const query = new URLSearchParams();
+  if (model) query.set("model", model);
+  if (engine) query.set("engine", engine);
+  return query.size ? sign + query : "";
+}
 
 export async function call(path, { body, signal, accept = "application/json" } = {}) {
   const headers = { Accept: accept };

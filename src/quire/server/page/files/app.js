@@ -1,6 +1,6 @@
 // Puts the two pages together: the playground on the left, the engine on the right.
 
-import { apiKey, call, chooseModel, setApiKey } from "./api.js";
+import { apiKey, call, chooseEngine, chooseModel, setApiKey } from "./api.js";
 import { Playground } from "./chat/playground.js";
 import { byId, element, setText } from "./dom.js";
 import { EngineView } from "./engine/view.js";
@@ -10,6 +10,20 @@ const THEMES = ["auto", "light", "dark"];
 
 const engine = new EngineView();
 new Playground((own) => engine.measured(own));
+
+let numEngines = new Map();
+
+// The choice among the engines of the model, where it has several.
+function showEngines() {
+  const choice = byId("engine");
+  const number = numEngines.get(byId("model").value) ?? 1;
+  if (choice.options.length !== number) {
+    const engines = Array.from({ length: number }, (_, i) => element("option", { value: i }, `engine ${i}`));
+    choice.replaceChildren(...engines);
+  }
+  choice.hidden = number < 2;
+  chooseEngine(Number(choice.value));
+}
 
 async function showModels() {
   const choice = byId("model");
@@ -21,6 +35,8 @@ async function showModels() {
     if (names.includes(before)) choice.value = before;
     choice.disabled = names.length < 2;
     chooseModel(names.length > 1 ? choice.value : "");
+    numEngines = new Map(data.map((card) => [card.id, card.num_engines]));
+    showEngines();
   } catch (error) {
     choice.replaceChildren(element("option", { value: "" }, error.message));
     choice.disabled = true;
@@ -29,6 +45,12 @@ async function showModels() {
 
 byId("model").addEventListener("change", () => {
   chooseModel(byId("model").value);
+  showEngines();
+  engine.reconnect();
+});
+
+byId("engine").addEventListener("change", () => {
+  showEngines();
   engine.reconnect();
 });
 

@@ -1,0 +1,98 @@
+"""The engines of an AsyncLLM as one: whether they run, and what is asked of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from quire.common.errors import EngineDeadError
+from quire.common.outputs import EngineStats
+from quire.interfaces.async_llm.adapters import EngineAdapters
+from quire.interfaces.async_llm.cache_watchers import CacheWatchers
+from quire.interfaces.async_llm.controls import EngineControls
+from quire.interfaces.async_llm.dispatcher import Dispatcher
+from quire.interfaces.async_llm.supervisor import Supervisor
+
+
+class EngineGroup:
+    """One engine or several, with the same model. Each is supervised by itself."""
+
+    def __init__(self, engines: Sequence[Supervisor], requests: Dispatcher, adapters: EngineAdapters) -> None:
+        """Start supervising the engines, and pass their events to the requests and the adapters."""
+        self.engines = engines
+        self.watchers = [CacheWatchers(engine) for engine in engines]
+        """By engine, who watches its cache."""
+        self._controls = [EngineControls(engine) for engine in engines]
+        self._requests = requests
+        parts = zip(engines, self._controls, requests.tables, self.watchers, strict=True)
+        for engine, controls, table, watchers in parts:
+            engine.supervise(controls, table, watchers, adapters)
+
+    @property
+    def running(self) -> list[bool]:
+        """By engine, whether it runs."""
+        return [engine.death is None for engine in self.engines]
+
+    @property
+    def pids(self) -> list[int]:
+        """By engine, the id of its process, or of its last one."""
+        return [engine.pid for engine in self.engines]
+
+    @property
+    def stats(self) -> list[EngineStats]:
+        """By engine, its statistics after its latest step."""
+        return [table.stats for table in self._requests.tables]
+
+    @property
+    def death(self) -> EngineDeadError | None:
+        """Why no engine runs; None while one runs."""
+        deaths = [engine.death for engine in self.engines]
+        return None if None in deaths else deaths[0]
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no engine is expected soon."""
+        return all(engine.is_lost for engine in self.engines)
+
+    @property
+    def num_restarts(self) -> int:
+        """Number of engines started in the place of others."""
+        return sum(engine.num_restarts for engine in self.engines)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether requests are refused because an engine sleeps, or is about to."""
+        return any(controls.is_sleeping for controls in self._controls)
+
+    async def sleep(self) -> None:
+        """Let all engines sleep, or none; see AsyncLLM.sleep."""
+        try:
+            for controls in self._controls:
+                await controls.sleep()
+        except Exception:
+            await self.wake_up()  # those that sleep already
+            raise
+
+    async def wake_up(self) -> None:
+        """Wake all engines up; see AsyncLLM.wake_up."""
+        await asyncio.gather(*[controls.wake_up() for controls in self._controls])
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False if requests run in an engine, which then keeps its prefixes."""
+        return all(await asyncio.gather(*[controls.call("reset_prefix_cache") for controls in self._controls]))
+
+    async def restart(self, drain_timeout_s: float) -> None:
+        """Replace the engines one after another; see AsyncLLM.restart_engines."""
+        for table in self._requests.tables:
+            await self._requests.restart(table, drain_timeout_s)
+
+    def begin_close(self) -> None:
+        """Let all engines end, without waiting for it."""
+        self._requests.is_closing = True
+        for engine in self.engines:
+            engine.begin_close()
+
+    async def close(self) -> None:
+        """End all engines; the requests that still run fail."""
+        self._requests.is_closing = True
+        await asyncio.gather(*[engine.close() for engine in self.engines])
