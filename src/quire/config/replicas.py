@@ -44,6 +44,12 @@ def replica_args(args: EngineArgs) -> list[EngineArgs]:
     ]
 
 
+def check_one_engine(args: EngineArgs) -> None:
+    """Raise ConfigError if the arguments are those of several engines, where one is wanted."""
+    if args.data_parallel_size > 1:
+        raise ConfigError(f"data_parallel_size={args.data_parallel_size}: this is one engine; use LLM or AsyncLLM")
+
+
 def _memory_limit(args: EngineArgs) -> int:
     """Bytes for all engines together. Raises ConfigError if it is too little to be shared."""
     if args.memory_limit is not None:

@@ -16,6 +16,7 @@ from quire.common.memory import give_back_memory
 from quire.common.outputs import EngineStats, RequestOutput
 from quire.common.params import BeamSearchParams, PoolingParams, SamplingParams
 from quire.config.args import EngineArgs
+from quire.config.replicas import check_one_engine
 from quire.engine.adapters import AdapterTable, AnyAdapter
 from quire.engine.drafting.drafting import make_drafting
 from quire.engine.metrics import EngineMetrics, Metric
@@ -52,7 +53,7 @@ class LLMEngine:
     """
 
     def __init__(self, plan: MemoryPlan, executor: Executor, tokenizer: Tokenizer) -> None:
-        self.plan, config, self.model_config = plan, plan.config, plan.config.model
+        self.plan, self.config, self.model_config = plan, (config := plan.config), plan.config.model
         self.executor, self.pooler = executor, executor.pooler
         """The pooler says what the model can make of texts; None if it generates."""
         self.blocks = BlockSpaceManager(
@@ -81,9 +82,9 @@ class LLMEngine:
     @classmethod
     def from_args(cls, args: EngineArgs) -> LLMEngine:
         """Plan the memory, print the plan, load all. Raises ConfigError, CheckpointError or OutOfMemoryError."""
+        check_one_engine(args)
         show_messages()
-        plan = plan_memory(args)
-        logger.info("%s", plan)
+        logger.info("%s", plan := plan_memory(args))
         tokenizer = Tokenizer.from_path(plan.config.model.tokenizer_path)
         engine = cls(plan, make_executor(plan.config, plan.kv_cache), tokenizer)
         for request in args.lora_requests():
@@ -350,8 +351,7 @@ class LLMEngine:
         return recommended_params(self.model_config.generation_config)
 
     def get_metrics(self) -> list[Metric]:
-        """Return the metrics of docs/metrics.md that are the engine's. Requests of `advance` do not count. Raises
-        ConfigError unless the engine was made with `disable_log_stats=False`."""
+        """Return the metrics, without requests of `advance`. Raises ConfigError if the engine does not measure them."""
         if self._metrics is None:
             raise ConfigError("requests are not measured: make the engine with disable_log_stats=False")
         return list(self._metrics.snapshot([self.stats()], self.plan.config.cache, self.plan.config.lora))

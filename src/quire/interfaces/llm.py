@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from quire.common.errors import InvalidParamsError, InvalidPromptError, RequestError, RequestFailedError
@@ -21,13 +20,10 @@ from quire.common.outputs import (
 )
 from quire.common.params import BeamSearchParams, PoolerInfo, PoolingParams, PoolingTask, SamplingParams
 from quire.common.progress import BarChoice
-from quire.config.args import EngineArgs
 from quire.engine.adapters import AnyAdapter
-from quire.engine.llm_engine import LLMEngine
-from quire.engine.metrics import Metric
 from quire.engine.requests.input_processor import Prompt
 from quire.engine.requests.pooling import CANNOT_POOL
-from quire.interfaces.logits_processors import EngineProcessors, LogitsProcessor
+from quire.interfaces.engine_owner import EngineOwner
 from quire.interfaces.pooling import CLASSES, EMBEDDINGS, SCORES, VECTORS, ScoredPairs, pooling_output, pooling_params
 from quire.interfaces.prompts import (
     adapters_of,
@@ -39,53 +35,22 @@ from quire.interfaces.prompts import (
     prioritized,
     token_scores,
 )
-from quire.interfaces.running import Run, request_ids, run_pooling
+from quire.interfaces.running import Run, run_pooling
 from quire.kv.prefix_cache.pins import PinnedPrefix
-from quire.text.tokenizer.callable_tokenizer import CallableTokenizer
-from quire.text.tokenizer.tokenizer import Tokenizer
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 """Messages, each with a `role` and a `content`."""
 _Pooled = TypeVar("_Pooled", bound=PoolingRequestOutput[Any])
 
 
-class LLM:
-    """Generates outputs for many prompts at once. It is a thin adapter over one engine, its attribute `engine`.
+class LLM(EngineOwner):
+    """Generates outputs for many prompts at once. It is a thin adapter over one engine, its attribute `engine`, or over
+    several in processes of their own, with `data_parallel_size`.
 
     The arguments are those of EngineArgs; the default model is the embedded checkpoint. `logits_processors` are classes
     that may change the logits of every request (quire.v1.sample.logits_processor). Raises ConfigError, CheckpointError
     for a missing or damaged checkpoint, and OutOfMemoryError. An LLM must be used by one thread only.
     """
-
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        logits_processors: Sequence[type[LogitsProcessor]] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.engine = LLMEngine.from_args(EngineArgs(model=model if model is None else str(model), **kwargs))
-        self._processors = EngineProcessors(logits_processors or (), self.engine.plan.config)
-        self._request_ids = request_ids()
-
-    @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> LLM:
-        """Make an LLM, and the engine that these arguments describe."""
-        return cls.from_engine(LLMEngine.from_args(args))
-
-    @property
-    def llm_engine(self) -> LLMEngine:
-        """The engine, under vLLM's name."""
-        return self.engine
-
-    @classmethod
-    def from_engine(cls, engine: LLMEngine) -> LLM:
-        """Make an LLM over an existing engine."""
-        llm = cls.__new__(cls)
-        llm.engine = engine
-        llm._processors = EngineProcessors((), engine.plan.config)
-        llm._request_ids = request_ids()
-        return llm
 
     def generate(
         self,
@@ -128,7 +93,7 @@ class LLM:
             raise InvalidParamsError(f"params must be BeamSearchParams, not {type(params).__name__}")
         listed, alone = listed_prompts(prompts)
         outputs = self._generate(listed, [params] * len(listed), alone, use_tqdm, lora_request)
-        return [beam_search_output(output, params, self.engine.tokenizer) for output in outputs]
+        return [beam_search_output(output, params, self._engine.tokenizer) for output in outputs]
 
     def chat(
         self,
@@ -165,7 +130,7 @@ class LLM:
 
     def chat_prompt(self, messages: Conversation, **template_arguments: Any) -> dict[str, Any]:
         """Return a conversation's prompt as `generate` takes it; for arguments see Tokenizer.apply_chat_template."""
-        tokenizer = self.engine.tokenizer
+        tokenizer = self._engine.tokenizer
         text = tokenizer.apply_chat_template(messages, **template_arguments)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
@@ -214,11 +179,11 @@ class LLM:
         adapters = adapters_of(lora_request, len(contexts))
 
         def add(request_id: str, place: int) -> None:
-            self.engine.add_scoring_request(
+            self._engine.add_scoring_request(
                 request_id, contexts[place], continuations[place], lora_request=adapters[place]
             )
 
-        run = Run(self.engine, self._request_ids, contexts, add, alone=True)
+        run = Run(self._engine, self._request_ids, contexts, add, alone=True)
         return [token_scores(output) for output in run.outputs(use_tqdm)]
 
     def encode(
@@ -296,7 +261,7 @@ class LLM:
         pairs = ScoredPairs.of(data_1, data_2)
         given = {"task": "score", "truncate_prompt_tokens": truncate_prompt_tokens}
         if "score" in self._pooler().tasks:
-            prompts = pairs.joined(self.engine.tokenizer, chat_template)
+            prompts = pairs.joined(self._engine.tokenizer, chat_template)
             return self._pool(SCORES, prompts, pooling_params, given, use_tqdm, lora_request)
         if chat_template is not None:
             raise InvalidParamsError("chat_template is for models that read both texts of a pair, and this one embeds")
@@ -305,9 +270,9 @@ class LLM:
 
     def _pooler(self) -> PoolerInfo:
         """Return what the model can pool. Raises RequestError if it generates."""
-        if self.engine.pooler is None:
+        if self._engine.pooler is None:
             raise RequestError(CANNOT_POOL)
-        return self.engine.pooler
+        return self._engine.pooler
 
     def _pool(
         self,
@@ -322,7 +287,7 @@ class LLM:
         self._pooler()
         listed, alone = listed_prompts(prompts)
         wanted, adapters = pooling_params(params, given, len(listed)), adapters_of(lora_request, len(listed))
-        pooled = run_pooling(self.engine, self._request_ids, listed, wanted, adapters, alone=alone, use_tqdm=use_tqdm)
+        pooled = run_pooling(self._engine, self._request_ids, listed, wanted, adapters, alone=alone, use_tqdm=use_tqdm)
         return [pooling_output(output, *kind) for output in pooled]
 
     def pin_prefix(self, prompt: Prompt, *, lora_request: AnyAdapter = None) -> PinnedPrefix:
@@ -330,50 +295,14 @@ class LLM:
 
         Raises RequestError if the prompt is invalid or needs more blocks than `pinned_fraction` allows.
         """
-        self.engine.check_pin(prompt, lora_request)
+        self._engine.check_pin(prompt, lora_request)
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         self.generate(prompt, params, use_tqdm=False, lora_request=lora_request)
-        return self.engine.pin_prefix(prompt, lora_request)
+        return self._engine.pin_prefix(prompt, lora_request)
 
     def unpin_prefix(self, pin: PinnedPrefix) -> None:
         """Allow a pinned prefix to be evicted again. Raises RequestError if it is no longer pinned."""
-        self.engine.unpin_prefix(pin)
-
-    def get_tokenizer(self) -> CallableTokenizer:
-        """Return the tokenizer, with the methods and defaults of transformers' tokenizers."""
-        return self.engine.get_tokenizer()
-
-    def set_tokenizer(self, tokenizer: Tokenizer | CallableTokenizer | str | Path) -> None:
-        """Use another tokenizer from now on: an object, of transformers or of Quire, or the folder of one.
-
-        Raises TokenizerError if it cannot be used with the model, and RequestError while requests run.
-        """
-        self.engine.set_tokenizer(Tokenizer.of(tokenizer))
-
-    def default_sampling_params(self) -> SamplingParams:
-        """Return the checkpoint's recommended parameters, with SamplingParams' defaults for the rest."""
-        return self.engine.default_sampling_params()
-
-    get_default_sampling_params = default_sampling_params
-    """vLLM's name."""
-
-    def get_metrics(self) -> list[Metric]:
-        """Return the engine's metrics of docs/metrics.md, as objects of quire.v1.metrics.reader."""
-        return self.engine.get_metrics()
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run, unless
-        they are to be reset: then they compute their tokens again."""
-        return self.engine.reset_prefix_cache(reset_running_requests)
-
-    def sleep(self, level: int = 1) -> None:
-        """Give back the memory of weights and KV cache until `wake_up`. All `level`s are the same: the weights are in
-        their files. Raises RequestError while requests run."""
-        self.engine.sleep()
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Load the model again. It is ready for `generate`, whatever `tags` are given."""
-        self.engine.wake_up()
+        self._engine.unpin_prefix(pin)
 
     def _params_per_prompt(self, given: Any, num_prompts: int) -> list[SamplingParams]:
         default = self.default_sampling_params() if given is None else given
@@ -388,13 +317,13 @@ class LLM:
         lora_request: AnyAdapter | Sequence[AnyAdapter],
     ) -> list[RequestOutput]:
         """Run requests; an item of `prompts` may be the error that making the prompt raised."""
-        self.engine.inputs.check_generates()
+        self._engine.inputs.check_generates()
         adapters = adapters_of(lora_request, len(prompts))
 
         def add(request_id: str, place: int) -> None:
             prompt = prompts[place]
             if isinstance(prompt, RequestError | RequestFailedError):
                 raise prompt
-            self.engine.add_request(request_id, prompt, params[place], lora_request=adapters[place])
+            self._engine.add_request(request_id, prompt, params[place], lora_request=adapters[place])
 
-        return Run(self.engine, self._request_ids, prompts, add, alone=alone).outputs(use_tqdm)
+        return Run(self._engine, self._request_ids, prompts, add, alone=alone).outputs(use_tqdm)

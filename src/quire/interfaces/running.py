@@ -19,6 +19,7 @@ from quire.common.progress import BarChoice, PromptsBar
 from quire.engine.adapters import AnyAdapter
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.requests.input_processor import Prompt
+from quire.interfaces.engine_processes import EngineProcesses
 from quire.interfaces.pooling import PIECE, Pair, Tokenized, may_be_too_long, tokenized
 from quire.interfaces.prompts import rejected
 
@@ -31,7 +32,7 @@ class Run:
 
     def __init__(
         self,
-        engine: LLMEngine,
+        engine: LLMEngine | EngineProcesses,
         request_ids: Iterator[str],
         prompts: Sequence[Any],
         add: Callable[[str, int], None],
@@ -161,7 +162,7 @@ def request_ids() -> Iterator[str]:
 
 
 def run_pooling(
-    engine: LLMEngine,
+    engine: LLMEngine | EngineProcesses,
     request_ids: Iterator[str],
     prompts: Sequence[Prompt | Pair],
     params: Sequence[PoolingParams],
@@ -197,7 +198,7 @@ def run_pooling(
     def add(request_id: str, place: int) -> None:
         engine.add_request(request_id, feed.take(place), params[place], lora_request=adapters[place])
 
-    with closing(TokenizedFeed(len(prompts), tokenize_others, 2 * engine.scheduler.config.max_num_seqs)) as feed:
+    with closing(TokenizedFeed(len(prompts), tokenize_others, 2 * engine.config.scheduler.max_num_seqs)) as feed:
         run = Run(engine, request_ids, prompts, add, alone=alone, ready=feed.ready, raised=(PromptTooLongError,))
         return run.outputs(use_tqdm)
 

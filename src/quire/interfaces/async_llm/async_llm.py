@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -22,7 +22,7 @@ from quire.engine.requests.recommended import recommended_params
 from quire.interfaces.async_llm.adapters import EngineAdapters
 from quire.interfaces.async_llm.dispatcher import Dispatcher
 from quire.interfaces.async_llm.engine_group import EngineGroup
-from quire.interfaces.async_llm.engine_message import AnyParams, Params, check_params
+from quire.interfaces.async_llm.engine_message import AnyParams, Params, check_params, in_thread, text_of_prompt
 from quire.interfaces.async_llm.listener import RequestListener
 from quire.interfaces.async_llm.output_processor import RequestState
 from quire.interfaces.async_llm.starting import LazyAwaitable, Started, nothing, read_tokenizer, start_engines
@@ -30,11 +30,7 @@ from quire.interfaces.pooling import PIECE, Pair, Tokenized, check_pooling_param
 from quire.text.tokenizer.callable_tokenizer import CallableTokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer
 
-_LONG_TEXT = 4096
-"""Number of characters from which a text is tokenized in a thread; a shorter one takes about a millisecond."""
 HANG_TIMEOUT_S = 8.0
-
-_T = TypeVar("_T")
 
 
 class AsyncLLM:
@@ -150,7 +146,7 @@ class AsyncLLM:
         """
         check_params(sampling_params)
         params = sampling_params if priority is None else msgspec.structs.replace(sampling_params, priority=priority)
-        request = await self._add(request_id, prompt, params, lora_request)
+        request = await self.add(request_id, prompt, params, lora_request)
         try:
             await request.drain()
             while True:
@@ -161,15 +157,20 @@ class AsyncLLM:
         finally:
             self._requests.abort_request(request)
 
-    async def _add(self, request_id: str, prompt: Prompt, params: AnyParams, lora_request: AnyAdapter) -> RequestState:
-        """Check a request, and send it to the engine."""
+    async def add(
+        self, request_id: str, prompt: Prompt, params: AnyParams, lora_request: AnyAdapter = None
+    ) -> RequestState:
+        """Check a request and send it to an engine, for a caller that waits for outputs itself. Raises RequestError,
+        EngineDeadError or RequestFailedError."""
         await self.start()
         self._check_awake()
         now = time.monotonic()
         with failures_named(request_id, "when it was added"):
             adapter = await self._adapters.of_request(lora_request)
-            texts = [text for text in (_text(prompt), getattr(params, "prediction", None)) if isinstance(text, str)]
-            checked = await _in_thread(
+            texts = [
+                text for text in (text_of_prompt(prompt), getattr(params, "prediction", None)) if isinstance(text, str)
+            ]
+            checked = await in_thread(
                 "".join(texts), lambda: self._inputs.request(request_id, prompt, params, now, adapter)
             )
         return self._requests.add(checked, params)
@@ -190,7 +191,7 @@ class AsyncLLM:
         """
         params = check_pooling_params(pooling_params)
         params = params if priority is None else msgspec.structs.replace(params, priority=priority)
-        request = await self._add(request_id, prompt, params, lora_request)
+        request = await self.add(request_id, prompt, params, lora_request)
         try:
             await request.drain()
             yield pooling_output(await request.next_output(), PoolingRequestOutput, PoolingOutput)
@@ -210,6 +211,11 @@ class AsyncLLM:
         return made
 
     @property
+    def inputs(self) -> InputProcessor:
+        """Checks and tokenizes prompts."""
+        return self._inputs
+
+    @property
     def pooler(self) -> PoolerInfo | None:
         """What a pooling model can make of texts; None if the model generates."""
         return self._inputs.pooling.info
@@ -221,26 +227,32 @@ class AsyncLLM:
 
         Raises the same errors as `generate`. Cancelling the call aborts the request.
         """
-        await self.start()
-        self._check_awake()
-        texts = [_text(prompt) or "" for prompt in (context, continuation) if prompt is not None]
-        now = time.monotonic()
-        with failures_named(request_id, "when it was added"):
-            adapter = await self._adapters.of_request(lora_request)
-            checked = await _in_thread(
-                "".join(texts), lambda: self._inputs.scoring_request(request_id, context, continuation, now, adapter)
-            )
-        request = self._requests.add(checked)
+        request = await self.add_scoring(request_id, context, continuation, lora_request)
         try:
             await request.drain()
             return await request.next_output()
         finally:
             self._requests.abort_request(request)
 
+    async def add_scoring(
+        self, request_id: str, context: Prompt, continuation: Prompt | None, lora_request: AnyAdapter = None
+    ) -> RequestState:
+        """Check a request of `score_tokens` and send it to an engine, as `add` does."""
+        await self.start()
+        self._check_awake()
+        texts = [text_of_prompt(prompt) or "" for prompt in (context, continuation) if prompt is not None]
+        now = time.monotonic()
+        with failures_named(request_id, "when it was added"):
+            adapter = await self._adapters.of_request(lora_request)
+            checked = await in_thread(
+                "".join(texts), lambda: self._inputs.scoring_request(request_id, context, continuation, now, adapter)
+            )
+        return self._requests.add(checked)
+
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Raises PromptTooLongError if no prompt can be as long."""
         await self.start()
-        return await _in_thread(text, lambda: self._inputs.encode(text, add_special_tokens))
+        return await in_thread(text, lambda: self._inputs.encode(text, add_special_tokens))
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any) -> dict[str, Any]:
         """Return a conversation's prompt as `generate` takes it; for arguments see Tokenizer.apply_chat_template.
@@ -382,14 +394,3 @@ class AsyncLLM:
 
 AsyncLLMEngine = AsyncLLM
 """vLLM's older name."""
-
-
-def _text(prompt: Prompt) -> str | None:
-    """Return the text that must be tokenized; None if the prompt has token ids."""
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) and not prompt.get("prompt_token_ids") else prompt
-    return text if isinstance(text, str) else None
-
-
-async def _in_thread(text: str | None, make: Callable[[], _T]) -> _T:
-    """Return the result of `make`, called in a thread if it tokenizes a long text."""
-    return make() if text is None or len(text) < _LONG_TEXT else await asyncio.to_thread(make)

@@ -78,8 +78,12 @@ class EngineGroup:
         await asyncio.gather(*[controls.wake_up() for controls in self._controls])
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False if requests run in an engine, which then keeps its prefixes."""
-        return all(await asyncio.gather(*[controls.call("reset_prefix_cache") for controls in self._controls]))
+        """Forget all cached prefixes; False if requests run in an engine, which then keeps its prefixes. Raises
+        EngineDeadError if no engine runs."""
+        if self.death is not None:
+            raise self.death
+        running = [controls for controls, runs in zip(self._controls, self.running, strict=True) if runs]
+        return all(await asyncio.gather(*[controls.call("reset_prefix_cache") for controls in running]))
 
     async def restart(self, drain_timeout_s: float) -> None:
         """Replace the engines one after another; see AsyncLLM.restart_engines."""

@@ -147,6 +147,12 @@ class RequestState:
         self._failure, self.is_finished = error, True
         self._changed.set()
 
+    def failed_output(self, error: QuireError) -> RequestOutput:
+        """Return what there is of a request that has failed, with its error."""
+        self._finish("abort")
+        self.outputs.error = str(error)
+        return self.outputs.to_output(self.samples, self._beams)
+
     def _finish(self, reason: FinishReason) -> None:
         """Give the samples that have not ended this finish reason."""
         for sample in self.samples:

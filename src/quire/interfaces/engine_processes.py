@@ -1,0 +1,198 @@
+"""Several engines in processes of their own, for LLM, which adds and steps requests as with one in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Coroutine
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from quire.common.errors import ConfigError, QuireError, RequestError
+from quire.common.outputs import EngineStats, RequestOutput
+from quire.common.params import BeamSearchParams, PoolerInfo, PoolingParams, SamplingParams
+from quire.config.args import EngineArgs
+from quire.engine.adapters import AnyAdapter
+from quire.engine.metrics import EngineMetrics, Metric
+from quire.engine.requests.input_processor import InputProcessor, Prompt
+from quire.interfaces.async_llm.async_llm import AsyncLLM
+from quire.interfaces.async_llm.output_processor import RequestState
+from quire.kv.prefix_cache.pins import PinnedPrefix
+from quire.text.tokenizer.callable_tokenizer import CallableTokenizer
+from quire.text.tokenizer.tokenizer import Tokenizer
+
+_TICK_S = 0.1
+"""How long `step` waits for outputs, so that an interrupt is noticed."""
+_T = TypeVar("_T")
+
+
+class EngineProcesses:
+    """The engines of `data_parallel_size`, with the methods of LLMEngine that LLM needs. Used by one thread.
+
+    They are supervised as those of a server: a request whose engine dies continues in another one.
+    """
+
+    grammars = ()
+    """Requests that wait for their grammars; engines in other processes do not tell."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        """Raises ConfigError, CheckpointError or OutOfMemoryError."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engines-of-llm", daemon=True)
+        self._thread.start()
+        self._outputs: SimpleQueue[RequestOutput] = SimpleQueue()
+        self._reading: dict[str, asyncio.Task[None]] = {}
+        try:
+            self._llm = self._run(AsyncLLM.from_args(args, holds=True))
+        except BaseException:
+            _end_loop(self._loop, self._thread)
+            raise
+        self._finalizer = weakref.finalize(self, _close, self._llm, self._loop, self._thread)
+        self._metrics = EngineMetrics(self._llm.model_config.model) if self._llm.config.measures_requests else None
+        if self._metrics is not None:
+            self._llm.add_listener(self._metrics)
+        self.config = self._llm.config
+        self.tokenizer = self._llm.tokenizer
+
+    def _run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    @property
+    def inputs(self) -> InputProcessor:
+        """Checks and tokenizes prompts."""
+        return self._llm.inputs
+
+    @property
+    def pooler(self) -> PoolerInfo | None:
+        """What a pooling model can make of texts; None if the model generates."""
+        return self._llm.pooler
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the engines."""
+        return self._llm.group.pids
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
+        *,
+        lora_request: AnyAdapter = None,
+    ) -> None:
+        """Send a request to an engine. Raises what AsyncLLM.add raises."""
+        self._run(self._begin(self._llm.add(request_id, prompt, params, lora_request)))
+
+    def add_scoring_request(
+        self, request_id: str, context: Prompt, continuation: Prompt | None, *, lora_request: AnyAdapter = None
+    ) -> None:
+        """Send a request that scores tokens to an engine. Raises what AsyncLLM.add_scoring raises."""
+        self._run(self._begin(self._llm.add_scoring(request_id, context, continuation, lora_request)))
+
+    async def _begin(self, adding: Coroutine[Any, Any, RequestState]) -> None:
+        request = await adding
+        request_id = request.message.request_id
+        self._reading[request_id] = asyncio.create_task(self._read(request))
+
+    async def _read(self, request: RequestState) -> None:
+        """Wait for the request's last output."""
+        try:
+            await request.drain()
+            self._outputs.put(await request.next_output())
+        except QuireError as error:
+            self._outputs.put(request.failed_output(error))
+        finally:
+            del self._reading[request.message.request_id]
+
+    def step(self) -> list[RequestOutput]:
+        """Wait a moment for outputs, and return them; there may be none."""
+        outputs: list[RequestOutput] = []
+        try:
+            outputs.append(self._outputs.get(timeout=_TICK_S))
+            while True:
+                outputs.append(self._outputs.get_nowait())
+        except Empty:
+            return outputs
+
+    def abort_request(self, request_id: str) -> None:
+        """Abort a request, if it still runs."""
+
+        async def abort() -> None:
+            if (reading := self._reading.get(request_id)) is not None:
+                reading.cancel()
+            await self._llm.abort(request_id)
+
+        self._run(abort())
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a request runs."""
+        return bool(self._reading)
+
+    def stats(self) -> EngineStats:
+        """The statistics of all engines together."""
+        return self._llm.stats()
+
+    def get_tokenizer(self) -> CallableTokenizer:
+        """The tokenizer, with the methods and defaults of transformers' tokenizers."""
+        return self._llm.get_tokenizer()
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends."""
+        return self._llm.default_sampling_params()
+
+    def get_metrics(self) -> list[Metric]:
+        """The current metrics, of each engine. Raises ConfigError if requests are not measured."""
+        if self._metrics is None:
+            raise ConfigError("requests are not measured: make the LLM with disable_log_stats=False")
+        return list(self._metrics.snapshot(self._llm.group.stats, self.config.cache, self.config.lora))
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes. Returns False while requests run. Raises RequestError if they are to be reset."""
+        if reset_running_requests:
+            raise RequestError("requests in other processes cannot be reset: wait for them, or abort them")
+        return self._run(self._llm.reset_prefix_cache())
+
+    def sleep(self) -> None:
+        """Give back the memory of weights and KV caches until `wake_up`. Raises RequestError while requests run."""
+        self._run(self._llm.sleep())
+
+    def wake_up(self) -> None:
+        """Load the model again. Raises what loading raises."""
+        self._run(self._llm.wake_up())
+
+    def check_pin(self, prompt: Prompt, lora_request: AnyAdapter) -> None:
+        """Raise RequestError: a pinned prefix would have to lie in every engine."""
+        raise RequestError("prefixes are pinned in one engine only: use data_parallel_size=1")
+
+    def pin_prefix(self, prompt: Prompt, lora_request: AnyAdapter) -> PinnedPrefix:
+        """Raise RequestError, as `check_pin`."""
+        raise RequestError("prefixes are pinned in one engine only: use data_parallel_size=1")
+
+    def unpin_prefix(self, pin: PinnedPrefix) -> None:
+        """Raise RequestError, as no prefix is pinned."""
+        raise RequestError("no prefix is pinned, because there are several engines")
+
+    def set_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Raise RequestError: the engines have read theirs."""
+        raise RequestError("engines in other processes keep their tokenizer: give `tokenizer` when the LLM is made")
+
+    def close(self) -> None:
+        """End the engines; requests that still run fail."""
+        self._finalizer()
+
+
+def _close(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """End the engines and their event loop, when the EngineProcesses is no longer used or Python ends."""
+    asyncio.run_coroutine_threadsafe(_shut_down(llm), loop).result()
+    _end_loop(loop, thread)
+
+
+async def _shut_down(llm: AsyncLLM) -> None:
+    await llm.shutdown()
+
+
+def _end_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()

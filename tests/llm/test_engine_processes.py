@@ -1,0 +1,78 @@
+"""LLM over several engines in processes of their own returns what it returns over one."""
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quire import LLM, BeamSearchParams, ConfigError, LLMEngine, RequestError, SamplingParams
+from quire.config.args import EngineArgs
+from quire.interfaces.engine_processes import EngineProcesses
+from quire.v1.sample.logits_processor import LogitsProcessor
+
+ARGS: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_model_len": 256, "disable_log_stats": False}
+SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=12, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def several() -> Iterator[LLM]:
+    llm = LLM(data_parallel_size=2, **ARGS)
+    yield llm
+    llm._engine.close()  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="module")
+def one() -> LLM:
+    return LLM(**ARGS)
+
+
+def test_outputs_are_those_of_one_engine(several: LLM, one: LLM) -> None:
+    prompts = [f"{number} times" for number in range(12)]
+    told = [[(o.outputs[0].token_ids, o.outputs[0].text, o.outputs[0].logprobs) for o in llm.generate(prompts, SAMPLED)]
+            for llm in (several, one)]  # fmt: skip
+    assert told[0] == told[1]
+    beams = [llm.beam_search("def f(", BeamSearchParams(3, 8))[0].sequences for llm in (several, one)]
+    assert beams[0] == beams[1]
+    assert several.perplexity(["def f(x):", "import os"]) == one.perplexity(["def f(x):", "import os"])
+
+
+def test_every_engine_works(several: LLM) -> None:
+    several.generate([f"a prompt {number} " * 10 for number in range(16)], SAMPLED, use_tqdm=False)
+    steps = {m.labels["engine"]: m.value for m in several.get_metrics() if m.name == "vllm:prompt_tokens"}  # type: ignore[attr-defined]
+    assert set(steps) == {"0", "1"}
+    assert min(steps.values()) > 0
+
+
+def test_wrong_prompts_are_answered_as_by_one_engine(several: LLM) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        several.generate("", SAMPLED)
+    bad, good = several.generate(["", "a"], SAMPLED, use_tqdm=False)
+    assert bad.outputs[0].finish_reason == "ignored"
+    assert len(good.outputs[0].token_ids) == 12
+
+
+def test_a_killed_engine_loses_nothing(several: LLM, one: LLM) -> None:
+    assert isinstance(several._engine, EngineProcesses)
+    os.kill(several._engine.pids[0], signal.SIGKILL)
+    long = SamplingParams(temperature=1.0, seed=9, max_tokens=60, ignore_eos=True)
+    prompts = [f"{number}." for number in range(8)]
+    got, wanted = ([o.outputs[0].token_ids for o in llm.generate(prompts, long)] for llm in (several, one))
+    assert got == wanted
+
+
+def test_what_needs_one_engine_says_so(several: LLM) -> None:
+    with pytest.raises(ConfigError, match="several engines"):
+        _ = several.engine
+    with pytest.raises(RequestError, match="pinned in one engine only"):
+        several.pin_prefix("a")
+    with pytest.raises(RequestError, match="cannot be reset"):
+        several.reset_prefix_cache(reset_running_requests=True)
+    with pytest.raises(RequestError, match="keep their tokenizer"):
+        several.set_tokenizer(several.get_tokenizer())
+    with pytest.raises(ConfigError, match="this is one engine; use LLM or AsyncLLM"):
+        LLMEngine.from_args(EngineArgs(data_parallel_size=2))
+    with pytest.raises(ConfigError, match="logits_processors cannot be sent"):
+        LLM(data_parallel_size=2, logits_processors=[LogitsProcessor])
+    assert several.reset_prefix_cache()
