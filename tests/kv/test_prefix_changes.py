@@ -1,0 +1,58 @@
+"""What a cache reports to a router is what a lookup finds in it."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.kv.prefix_cache.content_hash import ContentHasher, HashChain
+from tests.effort import examples
+
+from .managers import end, make_manager, run
+
+KEY = b"k" * 32
+
+
+def hashes(tokens: list[int]) -> list[bytes]:
+    chain = HashChain(ContentHasher(KEY), 4)
+    chain.extend(len(tokens) // 4, tokens)
+    return chain.blocks()
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=24), min_size=1, max_size=12),
+    num_host_blocks=st.sampled_from([0, 3]),
+)
+def test_the_reports_add_up_to_what_can_be_found(prompts: list[list[int]], num_host_blocks: int) -> None:
+    manager = make_manager(num_blocks=8, num_host_blocks=num_host_blocks)
+    changes, known = manager.share_hashes(KEY), set[bytes]()
+    for seq_id, tokens in enumerate(prompts):
+        run(manager, seq_id, tokens)
+        end(manager, seq_id)
+        found, gone = changes.take()
+        assert known.isdisjoint(found)
+        assert known.issuperset(gone)
+        known = known.union(found).difference(gone)
+        for prompt in prompts[: seq_id + 1]:
+            own = hashes(prompt)
+            held = next((place for place, block_hash in enumerate(own) if block_hash not in known), len(own))
+            longest = manager.look_up(10_000, [*prompt, 9]).num_blocks
+            manager.forget(10_000)
+            assert longest == held
+    manager.forget_cached()
+    assert set(changes.take()[1]) == known
+    assert changes.take() == ([], [])
+
+
+def test_without_prefix_caching_nothing_is_reported() -> None:
+    manager = make_manager(num_blocks=8, caching=False)
+    changes = manager.share_hashes(KEY)
+    run(manager, 0, [1] * 8)
+    assert changes.take() == ([], [])
+
+
+def test_a_key_is_shared_before_anything_is_cached() -> None:
+    manager = make_manager(num_blocks=8)
+    run(manager, 0, [1] * 8)
+    with pytest.raises(AssertionError):
+        manager.share_hashes(KEY)
