@@ -48,7 +48,8 @@ class RequestState:
         self.outputs = outputs
         self.samples = [sample]
         self.num_deaths = 0
-        """Number of engines that died while they ran this request."""
+        """Number of engines that died, one after another, while they ran this request and it made little progress."""
+        self._num_tokens_at_death = 0
         self._repeated: dict[int, list[int]] = {}
         """For each sample by index, the emitted tokens that an engine generating it again has not yet repeated."""
         self._is_beam_search = isinstance(message, AddRequest) and message.is_beam_search
@@ -135,6 +136,13 @@ class RequestState:
         else:
             self._repeated = {sample.index: list(sample.token_ids) for sample in self.samples}
         return replace(self.message, progress=progress)
+
+    def count_death(self, min_progress: int) -> None:
+        """The engine has died. Earlier deaths no longer count if the request has got `min_progress` tokens since."""
+        if self.num_deaths and self.longest - self._num_tokens_at_death >= min_progress:
+            self.num_deaths = 0
+        self.num_deaths += 1
+        self._num_tokens_at_death = self.longest
 
     def abort(self) -> None:
         """End the request; the tokens so far are its last output."""

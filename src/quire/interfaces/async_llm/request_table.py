@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from quire.interfaces.async_llm.dispatcher import Dispatcher
 
 MAX_DEATHS = 2
-"""A request that was running when this number of engines died may be the cause, and is not sent to another one."""
+"""A request that was running when this number of engines died, one after another, may be the cause, and is not sent to
+another one."""
+MIN_PROGRESS = 4
+"""A request that got this number of tokens from an engine is not taken to be the cause of the deaths before."""
 
 
 class RequestTable:
@@ -88,7 +91,8 @@ class RequestTable:
         for the next one."""
         num_running = len(self.requests)
         for request in list(self.requests.values()):
-            request.num_deaths += not self.engine.is_restarting
+            if not self.engine.is_restarting:
+                request.count_death(MIN_PROGRESS)
             self._dispatcher.end_route(request)
             if request.num_deaths >= MAX_DEATHS:
                 self._fail(request, error)
