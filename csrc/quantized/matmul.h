@@ -46,13 +46,18 @@ struct QuantizedRow {
 // The largest magnitude of a row; NaN if an element is not finite.
 template <typename T>
 static float largest_of(const T* row, int64_t k) {
-  f32 largest = set1(0), poison = set1(0);
-  for_parts(k, [&](int64_t i, int64_t n) {
-    const f32 v = load_some(row + i, n);
-    largest = max(abs(v), largest);
-    poison = fma(v, set1(0), poison);
-  });
-  return reduce_max(largest) + reduce_add(poison);
+  f32 largest[2] = {}, poison[2] = {};  // two chains of operations, which overlap
+  const auto see = [&](int chain, f32 v) __attribute__((always_inline)) {
+    largest[chain] = max(abs(v), largest[chain]);
+    poison[chain] = fma(v, set1(0), poison[chain]);
+  };
+  int64_t i = 0;
+  for (; i + 2 * W <= k; i += 2 * W) {
+    see(0, load(row + i));
+    see(1, load(row + i + W));
+  }
+  for (; i < k; i += W) see(0, load_some(row + i, smaller(W, k - i)));
+  return reduce_max(max(largest[0], largest[1])) + reduce_add(poison[0] + poison[1]);
 }
 
 // A value is x * (127 / largest) to the nearest (even) integer, the scale largest / 127. A group that holds something
@@ -75,14 +80,21 @@ static void quantize_row(const T* x, const int32_t* order, const QuantizedRow& l
     const bool is_zero = !(largest > kQuantizedZero);  // or has no largest value
     const float scale = largest / 127;
     const f32 inverse = set1(is_zero ? 0 : 127 / largest), shifter = set1(12582912.0f);  // 1.5 * 2^23: rounds
-    f32 sum = set1(0);                                                                   // exact: below 2^24
-    for (int64_t i = 0; i < layout.group; i += W) {
-      const f32 v = i < count && !is_zero ? load_some(from + i, smaller(W, count - i)) : set1(0);
+    f32 sums_of[2] = {};                                                                 // exact: below 2^24
+    const auto round = [&](int chain, int64_t i, f32 v) __attribute__((always_inline)) {
       const f32 rounded = v * inverse + shifter;
-      sum = sum + (rounded - shifter);
+      sums_of[chain] = sums_of[chain] + (rounded - shifter);
       store_values(values + i, as_int(rounded) - as_int(shifter));
+    };
+    int64_t i = 0;
+    for (; i + 2 * W <= count && !is_zero; i += 2 * W) {
+      round(0, i, load(from + i));
+      round(1, i + W, load(from + i + W));
     }
-    const float total = reduce_add(sum);
+    for (; i < layout.group; i += W) {
+      round(0, i, i < count && !is_zero ? load_some(from + i, smaller(W, count - i)) : set1(0));
+    }
+    const float total = reduce_add(sums_of[0] + sums_of[1]);
     scales[group] = scale;
     lacks[group] = -int32_t(total) * int32_t(layout.zero);
     if (layout.has_mins) sums[group] = total * scale;
