@@ -87,7 +87,7 @@ def _behind_the_last_layer(hf: HFConfig) -> HeadFormat:
 def _ernie(hf: HFConfig) -> HeadFormat:
     names = {"emb_norm": "token_norm", "hidden_norm": "state_norm", "linear_proj": "fc", "block": "layers.0"}
     renames = tuple((rf"^model\.mtp_{theirs}\.0\.", f"{ours}.") for theirs, ours in names.items())
-    return HeadFormat("mtp", r"^model\.mtp_\w+\.0\.", renames)
+    return HeadFormat("mtp", rf"^model\.mtp_({'|'.join(names)})\.0\.", renames)
 
 
 def _mimo(hf: HFConfig) -> HeadFormat:
