@@ -110,6 +110,18 @@ def eagle3(seed: int = 0, *, width: int = WIDTH, vocab: int = 500, adds_to_norm:
     )
 
 
+def mtp(name: str) -> Head:
+    """A layer of Llama's kind."""
+    head = eagle(5)
+    rng = torch.Generator().manual_seed(6)
+    norms = ["token_norm", "state_norm", "layers.0.input_layernorm"] + ["norm"] * (name in ("mimo", "qwen"))
+    head.tensors |= {f"{name}.weight": norm(rng, WIDTH) for name in norms}
+    head.is_state_first, head.passes_norm = name == "mimo", "norm" in norms
+    head.config |= {"head_dim": 64, "intermediate_size": 768}
+    head.tensors |= layer_tensors(rng, head.config, WIDTH)
+    return head
+
+
 EAGLE_NAMES = {"out_norm": "norm"}
 EAGLE3_NAMES = {"out_norm": "norm", "layers.0": "midlayer"}
 SPECULATORS_EAGLE_NAMES = {

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from quire import LLM, CheckpointError, ConfigError, SamplingParams
+from quire import LLM, CheckpointError, ConfigError, SamplingParams, UnsupportedModelError
+from quire.runner import head_runner
 
 from . import heads
 from .heads import Head, Oracle, write, write_speculators
@@ -92,6 +93,56 @@ def test_a_head_drafts_what_the_paper_says(format_name: str, tmp_path: Path) -> 
     prompt = numbers(1, 70)
     for each in (numbers(2, 9), prompt, prompt, prompt[:41]):
         check(llm, oracle, each)
+
+
+def test_a_folder_in_the_speculators_format_starts_the_model_that_it_names(tmp_path: Path) -> None:
+    head = heads.eagle3(4)
+    folder = write_speculators(tmp_path / "a", head, {"out_norm": "norm"}, "eagle3", str(heads.TINY))
+    llm = LLM(str(folder), **SETTINGS)
+    assert llm.engine.model_config.model == str(heads.TINY)
+    config = llm.engine.plan.config.speculative
+    assert (config.method, config.model, config.num_speculative_tokens) == ("eagle3", str(folder), 3)
+    llm = LLM(str(folder), speculative_config={"num_speculative_tokens": 2, "adaptive": False}, **SETTINGS)
+    assert llm.engine.plan.config.speculative.num_speculative_tokens == 2
+    check(llm, Oracle(head), numbers(1, 9))
+    other = LLM(speculative_config={"model": str(folder)}, **SETTINGS)
+    assert (other.engine.model_config.model, other.engine.plan.config.speculative.method) == ("quire-tiny", "eagle3")
+    nameless = write_speculators(tmp_path / "b", head, {"out_norm": "norm"}, "eagle3", None)
+    with pytest.raises(CheckpointError, match="does not say which model it drafts for; give that as the model"):
+        LLM(str(nameless))
+    itself = write_speculators(tmp_path / "c", head, {"out_norm": "norm"}, "eagle3", str(tmp_path / "c"))
+    with pytest.raises(UnsupportedModelError, match="Eagle3Speculator"):
+        LLM(str(itself))
+
+
+def test_a_head_that_adapts_drafts_and_changes_nothing(tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    prompt = {"prompt_token_ids": numbers(1, 20)}
+    llm = make(write(tmp_path, heads.eagle(), heads.EAGLE_NAMES), adaptive=True)
+    expected = make(None, method="off").generate(prompt, params)[0].outputs[0].token_ids
+    assert llm.generate(prompt, params)[0].outputs[0].token_ids == expected
+    assert not llm.engine.scheduler.drafting.num_errors
+
+
+@pytest.mark.parametrize("plant", ["a rejected row", "another token", "another state"])
+def test_planted_bugs_are_seen(plant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accepted = head_runner.accepted_tokens
+
+    def planted(s, drawn_ids):
+        token_ids, history = accepted(s, drawn_ids)
+        if plant == "another token":
+            return (*token_ids[:-1], 7), history
+        if plant == "a rejected row":
+            return (*s.token_ids, token_ids[-1]), history
+        return token_ids, history
+
+    if plant == "another state":
+        states_of = head_runner.HeadRunner._states_of
+        monkeypatch.setattr(head_runner.HeadRunner, "_states_of", lambda self, rows: states_of(self, rows * 0))
+    monkeypatch.setattr(head_runner, "accepted_tokens", planted)
+    head = heads.eagle()
+    with pytest.raises(AssertionError):
+        check(make(write(tmp_path, head, heads.EAGLE_NAMES)), Oracle(head), numbers(1, 20))
 
 
 # What is refused

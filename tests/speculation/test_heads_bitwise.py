@@ -15,13 +15,14 @@ from quire import LLM, LoRARequest, SamplingParams
 from quire.common.faults import Fault, inject
 
 from . import heads
-from .heads import Head
+from .heads import MTP_NAMES, Head, mtp
 from .mixed import FORMATS, POLICIES, make_llm, make_requests, run, write_adapters
 from .test_heads import SETTINGS, numbers
 
 HEADS: dict[str, tuple[Callable[[], Head], dict[str, str]]] = {
     "eagle": (heads.eagle, heads.EAGLE_NAMES),
     "eagle3": (heads.eagle3, heads.EAGLE3_NAMES),
+    "mtp": (lambda: mtp("qwen"), MTP_NAMES["qwen"]),
 }
 
 

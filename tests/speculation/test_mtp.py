@@ -21,20 +21,8 @@ from tests.models.latent import LATENT
 from tests.models.mixtures import MIXTURES
 
 from . import heads
-from .heads import MTP_NAMES, Head, Oracle, renamed
+from .heads import MTP_NAMES, Head, Oracle, mtp, renamed
 from .test_heads import SETTINGS, check, drafted, make, numbers
-
-
-def mtp(name: str) -> Head:
-    """A layer of Llama's kind."""
-    head = heads.eagle(5)
-    rng = torch.Generator().manual_seed(6)
-    norms = ["token_norm", "state_norm", "layers.0.input_layernorm"] + ["norm"] * (name in ("mimo", "qwen"))
-    head.tensors |= {f"{norm}.weight": heads.norm(rng, heads.WIDTH) for norm in norms}
-    head.is_state_first, head.passes_norm = name == "mimo", "norm" in norms
-    head.config |= {"head_dim": 64, "intermediate_size": 768}
-    head.tensors |= heads.layer_tensors(rng, head.config, heads.WIDTH)
-    return head
 
 
 @pytest.mark.parametrize("name", ["ernie", "mimo", "qwen"])
@@ -124,6 +112,7 @@ def test_ernies_layer_has_no_experts() -> None:
 def test_a_head_is_found_in_the_models_checkpoint_or_not_at_all(tmp_path: Path) -> None:
     folder, _ = behind(tmp_path, "glm4-moe")
     found = resolve_head(ModelConfig.resolve(folder), None, None)
-    assert found is not None and found.head is not None
+    assert found is not None
+    assert found.head is not None
     assert (found.head.format.method, found.head.has_table, found.head.has_head) == ("mtp", False, False)
     assert resolve_head(ModelConfig.resolve(None), None, None) is None

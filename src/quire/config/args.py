@@ -201,9 +201,10 @@ class EngineArgs(metaclass=_NamesChecked):
         try:
             model = self._model()
         except UnsupportedModelError:
-            if self.model is None or (verifier := verifier_of(self.model)) is None:
+            given = self.speculative_config or {}
+            if self.model is None or "model" in given or (verifier := verifier_of(self.model)) is None:
                 raise
-            drafting = {**verifier[1], **(self.speculative_config or {})}
+            drafting = {**verifier[1], **given}
             return dataclasses.replace(self, model=verifier[0], speculative_config=drafting).resolve()
         speculative = SpeculativeConfig.read(self.speculative_config or {})
         draft = _draft_model(model, speculative, "method" in (self.speculative_config or {}))
