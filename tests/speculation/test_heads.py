@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from quire import LLM, CheckpointError, ConfigError, SamplingParams, UnsupportedModelError
+from quire.config.checkpoint.draft_heads import resolve_head
+from quire.config.model import ModelConfig
 from quire.runner import head_runner
 
 from . import heads
@@ -110,6 +113,10 @@ def test_a_folder_in_the_speculators_format_starts_the_model_that_it_names(tmp_p
     nameless = write_speculators(tmp_path / "b", head, {"out_norm": "norm"}, "eagle3", None)
     with pytest.raises(CheckpointError, match="does not say which model it drafts for; give that as the model"):
         LLM(str(nameless))
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "config.json").write_text('{"architectures": ["NoneForCausalLM"]}')
+    with pytest.raises(UnsupportedModelError, match="'NoneForCausalLM' is not supported"):
+        LLM(str(tmp_path / "d"))
     itself = write_speculators(tmp_path / "c", head, {"out_norm": "norm"}, "eagle3", str(tmp_path / "c"))
     with pytest.raises(UnsupportedModelError, match="Eagle3Speculator"):
         LLM(str(itself))
@@ -224,6 +231,20 @@ def test_another_method_than_the_heads_is_refused(tmp_path: Path) -> None:
         LLM(speculative_config={"method": "eagle3"})
     with pytest.raises(ConfigError, match="has no draft head, so method='mtp' cannot"):
         LLM(speculative_config={"method": "deepseek_mtp"})
+
+
+def test_what_has_no_head_or_takes_none_is_refused(tmp_path: Path) -> None:
+    target = ModelConfig.resolve(None)
+    folder = write(tmp_path / "a", heads.eagle3(), heads.EAGLE3_NAMES)
+    with pytest.raises(ConfigError, match="needs a model that Quire runs itself"):
+        resolve_head(replace(target, model_impl="transformers"), str(folder), None)
+    shallow = replace(target, hf_config=target.hf_config.replaced({"num_hidden_layers": 2}))
+    with pytest.raises(CheckpointError, match="EAGLE-3 needs a model of 3 layers or more, not of 2"):
+        resolve_head(shallow, str(folder), None)
+    (file := tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert resolve_head(replace(target, path=file), None, None) is None
+    with pytest.raises(UnsupportedModelError, match="read from safetensors, not from GGUF files"):
+        resolve_head(replace(target, path=file), None, "mtp")
 
 
 def test_the_plan_counts_the_head(tmp_path: Path) -> None:

@@ -107,6 +107,8 @@ def test_ernies_layer_has_no_experts() -> None:
     hf = _with_one_more_layer(HFConfig({"num_hidden_layers": 3, "moe_layer_end_index": -1}, "config.json"))
     shapes = [Ernie45MoeForCausalLM.experts_shape(hf, layer) for layer in (2, 3)]
     assert [shape is None for shape in shapes] == [False, True]
+    hf = _with_one_more_layer(HFConfig({"num_hidden_layers": 3, "moe_layer_end_index": 1}, "config.json"))
+    assert Ernie45MoeForCausalLM.experts_shape(hf, 2) is None
 
 
 def test_a_head_is_found_in_the_models_checkpoint_or_not_at_all(tmp_path: Path) -> None:

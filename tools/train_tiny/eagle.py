@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from tools.train_tiny.train import Batches, Recipe, learning_rate, length_of
 
 BASE = Path(__file__).parents[2] / "src" / "quire" / "models" / "embedded" / "quire-tiny"
-RECIPE = Recipe(lr=2e-3, chat_share=0.9, seq_len=128, batch_size=8)
+RECIPE = Recipe(lr=2e-3, chat_share=0.9, seq_len=128, batch_size=4)
 STATES_WEIGHT = 0.1
 """Of the distance between hidden states, beside that between distributions."""
 NUM_PASSES = 2
@@ -34,6 +34,7 @@ class EagleHead(nn.Module):
         width = base.config.hidden_size
         self.fc = nn.Linear(2 * width, width, bias=False)
         self.layers = nn.ModuleList([LlamaDecoderLayer(base.config, 0)])
+        self.layers[0].load_state_dict(base.model.layers[-1].state_dict())  # learns faster than from random numbers
         self.layers[0].input_layernorm = nn.Identity()
         self._rotary: Callable[..., tuple[Tensor, Tensor]] = base.model.rotary_emb.forward
 
@@ -101,7 +102,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
-        if step % 50 == 0:
+        if step % 20 == 0:
             print(f"{step} steps: loss {loss.item():.3f}, the model's likeliest token in {share:.0%}", flush=True)
     save(head, base, args.out)
 

@@ -141,8 +141,6 @@ def resolve_head(target: ModelConfig, name: str | None, method: str | None) -> M
     Reads headers, and the table of the head's tokens. Raises CheckpointError for a head that is incomplete or does not
     fit the target, ConfigError if it is of another method.
     """
-    if target.model_impl != "quire":
-        raise ConfigError("speculative_config: a draft head needs a model that Quire runs itself, not transformers'")
     path = target.path if name is None else _path(name)
     if is_gguf(path):
         if method is None:
@@ -157,6 +155,8 @@ def resolve_head(target: ModelConfig, name: str | None, method: str | None) -> M
             f"speculative_config: {path} has {'no draft head' if format is None else f'a head for {format.method!r}'}, "
             f"so method={method!r} cannot use it; name a checkpoint with one as 'model'"
         )
+    if target.model_impl != "quire":
+        raise ConfigError("speculative_config: a draft head needs a model that Quire runs itself, not transformers'")
     if format.method == "mtp":
         hf, architecture = _with_one_more_layer(target.hf_config), target.architecture
     else:
