@@ -51,7 +51,7 @@ def check(folder: Path, head: Head, names: dict[str, str], format_name: str, num
     return drafting.stats["model"].num_tokens
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("head_name", "format_name"), [(head, format) for head in HEADS for format in FORMATS], ids=lambda name: name
 )

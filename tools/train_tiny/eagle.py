@@ -86,7 +86,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    base = LlamaForCausalLM.from_pretrained(BASE, dtype=torch.float32).eval().requires_grad_(False)
+    base = LlamaForCausalLM.from_pretrained(BASE, dtype=torch.float32).requires_grad_(False)
     data = json.loads(args.data.read_text(encoding="utf-8"))
     tokenizer = Tokenizer.from_file(str(BASE / "tokenizer.json"))
     batches, head = Batches(data["source"], data["summaries"], tokenizer, RECIPE), EagleHead(base)
