@@ -217,7 +217,7 @@ def test_what_goes_to_a_draft_model_and_comes_from_it_can_be_sent():
     ("config", "message"),
     [
         ({"method": "draft_model"}, "needs a model"),
-        ({"model": "quire-draft"}, "no other method takes one"),
+        ({"method": "ngram", "model": "quire-draft"}, r"takes no model \(draft_model, eagle, eagle3, mtp do\)"),
         ({"method": "draft_model", "model": 3}, "model=3 must be of the type str"),
     ],
 )

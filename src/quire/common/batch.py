@@ -162,6 +162,8 @@ class Ahead(msgspec.Struct, frozen=True, gc=False):
     """The tokens before the step's that it has not read yet."""
     least_odds: float = 0.0
     """It drafts no more once all its drafts are less probable to be right than this."""
+    following: int | None = None
+    """The token behind the step's where it is known, since it is the prompt's."""
 
 
 class Drafted(NamedTuple):

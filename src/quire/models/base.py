@@ -30,8 +30,11 @@ class Model(nn.Module, ABC):
     """(regular expression, replacement), applied one after the other to each name of the checkpoint."""
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Module here -> the checkpoint's modules whose weights it stacks."""
-    ignored: ClassVar[tuple[str, ...]] = (r"\.rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$")
-    """Regular expressions of (renamed) tensors that are no weights: tables that old versions saved."""
+    ignored: ClassVar[tuple[str, ...]] = (
+        r"\.rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$", r"^mtp(\.|_\w+\.\d)"
+    )  # fmt: skip
+    """Regular expressions of (renamed) tensors that are no weights: tables that old versions saved, and layers for
+    multi-token prediction, which are a draft head's."""
     num_position_rows: ClassVar[int] = 1
     """1: `forward` takes positions [num_tokens]. More: [num_position_rows, num_tokens]."""
 

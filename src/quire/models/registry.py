@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 def class_of(config: ModelConfig) -> "type[Model]":
     """The class that runs a checkpoint, converted for pooling if the config says so. Raises UnsupportedModelError."""
     model = model_class(config.architecture, config.model_impl)
+    if config.head is not None:
+        from quire.models.heads.head import head_class
+
+        return head_class(config.head.format, model)
     if config.convert == "none":
         return model
     from quire.models.pooling.convert import pooling_class

@@ -9,8 +9,9 @@ from typing import Any
 from quire.common.errors import ConfigError, OutOfMemoryError
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.cache import CacheConfig
+from quire.config.checkpoint.draft_heads import HeadConfig
 from quire.config.checkpoint.safetensors import SINGLE_FILE
-from quire.config.kv_cache import MAX_BLOCKS_PER_SEQ, KVCacheConfig, KVCacheSpec, NoCacheSpec
+from quire.config.kv_cache import DTYPE_BYTES, MAX_BLOCKS_PER_SEQ, KVCacheConfig, KVCacheSpec, NoCacheSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.machine import DiskSpeed, MachineMemory, disk_speed, format_bytes, machine_memory
 from quire.config.quantization import QUANT_METHOD
@@ -191,7 +192,7 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
 
 def _check_same_tokens(config: EngineConfig) -> None:
     """Raises ConfigError unless the draft model, if there is one, has the model's tokens under the same ids."""
-    if (draft := config.draft) is None:
+    if (draft := config.draft) is None or draft.head is not None:
         return
     theirs, ours = (Tokenizer.from_path(model.tokenizer_path).vocabulary for model in (draft, config.model))
     if theirs != ours:
@@ -218,7 +219,7 @@ def _share_out(args: EngineArgs, config: EngineConfig, weights: WeightUse) -> Me
     activations = _activation_bytes(model, config)
     if config.draft is not None:
         of_draft = dataclasses.replace(config, model=config.draft, lora=None)
-        activations += _activation_bytes(class_of(config.draft), of_draft)
+        activations += _activation_bytes(class_of(config.draft), of_draft) + _state_bytes(config, config.draft.head)
     least_tokens = 0 if args.fits_model_len else config.model.max_model_len
     share = 1.0 if weights.file_bytes == 0 else _CACHE_SHARE_BESIDE_FILES
     others = weights.num_bytes - weights.file_bytes + adapters + activations
@@ -258,6 +259,15 @@ def _activation_bytes(model: type[Model], config: EngineConfig) -> int:
     # One for each sample, also where one token of a prompt has several.
     num_logits = config.scheduler.max_num_seqs + MAX_LOGITS_ROWS
     return forward + num_logits * config.model.vocab_size * 4 * model.num_logits_alive
+
+
+def _state_bytes(config: EngineConfig, head: HeadConfig | None) -> int:
+    """The hidden states of a step: as the model keeps them for a head, and as the head reads them, side by side and
+    then as one beside the embeddings."""
+    if head is None:
+        return 0
+    num_rows = config.scheduler.max_num_batched_tokens * (3 * len(head.places) + 2)
+    return num_rows * head.state_width * DTYPE_BYTES[config.model.dtype]
 
 
 def _kv_cache(

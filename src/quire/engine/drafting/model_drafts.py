@@ -39,6 +39,7 @@ class ModelDrafts:
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
+        self._most_unread = 0 if config.has_head else _MOST_UNREAD
         self._pass_time = 0.0
         """Of the draft model, in the unit of RowTimes.shape."""
 
@@ -77,12 +78,15 @@ class ModelDrafts:
         self, seq: Seq, reading: ModelReading, num_tokens: int, num_drafts: int, least_odds: float
     ) -> Ahead | None:
         """What it does with a sequence that runs `num_tokens` tokens. With a single one it waits until drafts are
-        wanted, and then reads what it has missed."""
+        wanted, and then reads what it has missed. A head waits for nothing: it reads the model's states of the step,
+        which are gone then."""
         start = seq.num_computed_tokens
         read = reading.num_read = start if reading.num_read is None else min(reading.num_read, start)
-        if (num_drafts == 0 and num_tokens == 1) or start - read > _MOST_UNREAD:
+        waits = num_drafts == 0 and num_tokens == 1 and not self._config.has_head
+        if waits or start - read > self._most_unread:
             return None
-        return Ahead(num_drafts, tuple(seq.token_ids[read:start]), least_odds)
+        following = seq.token_ids[start + num_tokens : start + num_tokens + 1]
+        return Ahead(num_drafts, tuple(seq.token_ids[read:start]), least_odds, following[0] if following else None)
 
 
 def best_rate(odds: float, times: list[float]) -> tuple[float, int]:

@@ -69,7 +69,7 @@ def check_experts(hf: HFConfig, layers: Sequence[LayerShape]) -> None:
 
 
 def prediction_layer(hf: HFConfig) -> Stack:
-    """Leaves out the layer behind the last one, which predicts further tokens."""
+    """Leaves out the layer behind the last one, which predicts further tokens: a draft head reads it."""
     return Stack(rf"^model\.layers\.{hf.size('num_hidden_layers')}\.", ())
 
 
