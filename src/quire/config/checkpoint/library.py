@@ -31,7 +31,7 @@ def implementation(hf: HFConfig, model_impl: str) -> tuple[str, str, HFConfig]:
     if wanted == "transformers":
         return _library_architecture(hf), wanted, _with_sizes(hf)
     try:
-        return supported_architecture(hf), "quire", standard_names(hf)
+        architecture = supported_architecture(hf)
     except UnsupportedModelError as error:
         if wanted != "auto":
             raise
@@ -39,7 +39,8 @@ def implementation(hf: HFConfig, model_impl: str) -> tuple[str, str, HFConfig]:
             architecture = _library_architecture(hf)
         except (ConfigError, UnsupportedModelError) as reason:
             raise UnsupportedModelError(f"{error}; {reason}") from error
-    return architecture, "transformers", _with_sizes(hf)
+        return architecture, "transformers", _with_sizes(hf)
+    return architecture, "quire", standard_names(hf)
 
 
 def library_class(hf: HFConfig) -> Any:
