@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from quire.config.model import ModelConfig
-from quire.models.layers.experts import Expert, Experts
+from quire.models.layers.experts import Expert, ExpertProducts
 from quire.models.layers.weight_format import Placement, SavedQuantized
 from quire.models.weights.loader import assignments, build_model, open_weights
 
@@ -28,12 +28,12 @@ def weight_use(config: ModelConfig) -> WeightUse:
     model = build_model(dataclasses.replace(config, max_model_len=1), open_weights(config))
     num_bytes = sum(assignment.spec.num_bytes for assignment in assignments(model))
     expert_bytes = file_bytes = token_file_bytes = 0
-    for mixture in (module for module in model.modules() if isinstance(module, Experts)):
+    for mixture in (module for module in model.modules() if isinstance(module, ExpertProducts)):
         sizes = [_matrix_bytes(expert) for expert in mixture.experts if isinstance(expert, Expert)]
         in_file = sorted((size for size, stays in sizes if stays), reverse=True)
         expert_bytes += sum(size for size, _ in sizes)
         file_bytes += sum(in_file)
-        token_file_bytes += sum(in_file[: mixture.routing.top_k])
+        token_file_bytes += sum(in_file[: mixture.top_k])
     return WeightUse(num_bytes, expert_bytes, file_bytes, token_file_bytes)
 
 
