@@ -67,10 +67,10 @@ def _saved_by_quire(model: Model, config: ModelConfig, checkpoint: Checkpoint) -
     placement = Placement.MAPPED if config.weights_from_file == "auto" else Placement.COPIED
     _set_formats(model, config.quantization, partial(SavedQuantized, placement=placement))
     if config.weights_from_file == "always":
-        for expert in (module for module in model.modules() if isinstance(module, Expert)):
-            for projection in (expert.gate_up_proj, expert.down_proj):
-                assert isinstance(projection.format, SavedQuantized)
-                projection.format = dataclasses.replace(projection.format, placement=Placement.IN_FILE)
+        experts = [module for module in model.modules() if isinstance(module, Expert)]
+        for module in (each for parent in experts or [model] for each in parent.modules()):
+            if isinstance(module, Projection | Embedding) and isinstance(module.format, SavedQuantized):
+                module.format = dataclasses.replace(module.format, placement=Placement.IN_FILE)
 
 
 def matrices(model: Model) -> Iterator[tuple[Projection | Embedding, list[str]]]:
