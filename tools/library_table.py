@@ -51,7 +51,6 @@ def table() -> Iterator[str]:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    transformers.logging.set_verbosity_error()
     logging.disable()
     names: dict[str, list[str]] = {}
     for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
