@@ -140,7 +140,8 @@ _TOOL_FORMATS = (
         )
     ),
     ToolFormat(
-        "internlm", ("<|action_start|><|plugin|>",), JsonCalls(end="<|action_end|>", arguments_key="parameters"),
+        "internlm", ("<|action_start|><|plugin|>",),
+        JsonCalls(end="<|action_end|>", separator="\n", arguments_key="parameters"),
     ),
     ToolFormat("qwen3_coder", _QWEN, _xml_calls(_QWEN[0]), signs=_QWEN),
     ToolFormat("hermes", ("<tool_call>",), JsonCalls(end="</tool_call>", space="\n", separator="\n")),
