@@ -115,8 +115,8 @@ class EngineArgs(metaclass=_NamesChecked):
     )
     weights_from_file: str = arg(
         "auto",
-        "experts of a folder that `quire quantize` saved: auto (read from the file when they are needed, if the model "
-        "does not fit into memory), always, or never (all weights are copied to memory)",
+        "experts, or all matrices of a dense model, of a folder that `quire quantize` saved: auto (read from the file "
+        "when they are needed, if the model does not fit into memory), always, or never (all are copied to memory)",
     )
     max_model_len: int | str | None = arg(
         None, 'largest length of prompt + output, in tokens; none or "auto": what the model and the cache allow'

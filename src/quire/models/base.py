@@ -77,13 +77,12 @@ class Model(nn.Module, ABC):
         rows: Tensor = self.embed_tokens(batch.token_ids) if batch.embeddings is None else batch.embeddings
         return rows  # [num_tokens, width of the table]
 
-    @classmethod
-    def weight_name(cls, checkpoint_name: str) -> str | None:
+    def weight_name(self, checkpoint_name: str) -> str | None:
         """The model's name for a tensor of the checkpoint; None for one that is no weight."""
         name = checkpoint_name
-        for pattern, replacement in cls.renames:
+        for pattern, replacement in self.renames:
             name = re.sub(pattern, replacement, name)
-        return None if any(re.search(pattern, name) for pattern in cls.ignored) else name
+        return None if any(re.search(pattern, name) for pattern in self.ignored) else name
 
     def weighted_layers(self) -> list[tuple[str, WeightedLayer]]:
         """Every layer with weights, once, by its name in the model."""

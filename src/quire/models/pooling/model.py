@@ -81,17 +81,16 @@ class Pooled(PoolingModel):
         found = {f"modules.{i}.": step.folder for i, step in enumerate(modules.steps)}
         return found | token_head_files(config.path) if cls.kind is Kind.MULTI_EMBED else found
 
-    @classmethod
-    def weight_name(cls, checkpoint_name: str) -> str | None:
+    def weight_name(self, checkpoint_name: str) -> str | None:
         if module := _MODULE.match(checkpoint_name):
             return f"pooler.steps.{module[1]}.{_LAYERS[module[2]]}{module[3]}"
-        if cls.kind in _TOKEN_HEADS and re.match((head := _TOKEN_HEADS[cls.kind])[0], checkpoint_name):
+        if self.kind in _TOKEN_HEADS and re.match((head := _TOKEN_HEADS[self.kind])[0], checkpoint_name):
             return re.sub(*head, checkpoint_name)
         for pattern, replacement in HEAD_NAMES:
             own, count = re.subn(pattern, replacement, checkpoint_name)
             if count:
-                return f"pooler.{own}" if cls._has(own) else None
-        name = cls.body_class.weight_name(checkpoint_name)
+                return f"pooler.{own}" if self._has(own) else None
+        name = self.body.weight_name(checkpoint_name)
         return name if name is None or name.startswith("lm_head.") else f"body.{name}"
 
     @classmethod
