@@ -9,6 +9,7 @@
 
 #include <cstring>
 
+#include "attention/latents.h"
 #include "attention/look_ahead.h"
 #include "attention/plan.h"
 #include "attention/tile.h"
@@ -36,7 +37,9 @@ class AttentionTask {
 
   void run(LookAhead<C>& ahead) {
     stage_queries();
-    if (a_.has_latents()) arrange_queries();
+    if constexpr (!kInt8) {
+      if (a_.has_latents()) arrange_queries(a_, s_, rows_, query(0));
+    }
     KeyTile<C> tile;
     const KeyRange keys = key_range(a_, item_);
     int64_t start = keys.first / kTileKeys * kTileKeys;
@@ -87,18 +90,6 @@ class AttentionTask {
 
   typename Lane::Query* query(int64_t r) const {
     return reinterpret_cast<typename Lane::Query*>(s_.queries) + r * a_.head_dim;
-  }
-
-  // The lanes of the queries of rows [r, r + W), r being a multiple of W, where keys are latents.
-  C* query_lanes(int64_t r) const { return reinterpret_cast<C*>(s_.packed_keys) + r * a_.head_dim; }
-
-  // Rows after the last repeat it.
-  void arrange_queries() const {
-    for (int64_t r = 0; r < rows_; r += W) {
-      const C* queries[W];
-      for (int64_t i = 0; i < W; ++i) queries[i] = reinterpret_cast<const C*>(query(min_of(r + i, rows_ - 1)));
-      lanes_of_rows(queries, key_lanes<C>(a_), W, query_lanes(r));
-    }
   }
 
   // The query head of row r.
@@ -241,7 +232,9 @@ class AttentionTask {
       }
     };
     const auto fetch = [&](int64_t row) { return row == begin_row ? ahead : nullptr; };
-    if (a_.has_latents()) score_latents(tile, begin_row, end_row, ahead);
+    if constexpr (!kInt8) {
+      if (a_.has_latents()) score_latents(a_, s_, tile, begin_row, end_row, ahead);
+    }
     for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
       if (!a_.has_latents()) {
         with_rows<kMostAttentionRows>(rows, [&]<int R>() {
@@ -273,7 +266,9 @@ class AttentionTask {
       }
       if constexpr (kInt8) quantize_probs(tile, a_.head_dim, rows, scores(row), vector, vectors_end, s_.steps + row);
     });
-    if (a_.has_latents()) return add_latents(tile, begin_row, end_row, state);
+    if constexpr (!kInt8) {
+      if (a_.has_latents()) return add_latents(a_, s_, tile, begin_row, end_row, state.rows);
+    }
     for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
       with_rows<kMostAttentionRows>(rows, [&]<int R>() {
         constexpr int kVectors = kAttentionVectors<R>;
@@ -287,52 +282,6 @@ class AttentionTask {
         for (; dim < a_.value_dim; dim += W) add.template operator()<1, true>(dim);
       });
     });
-  }
-
-  // The keys of a tile that some of rows [begin, end) see.
-  KeyRange seen_by(const KeyTile<C>& tile, int64_t begin, int64_t end) const {
-    return {max_of(s_.first_keys[begin] - tile.start, 0), min_of(s_.end_keys[end - 1] - tile.start, kTileKeys)};
-  }
-
-  // Scores of rows [begin, end), of which `begin` is a multiple of W.
-  void score_latents(const KeyTile<C>& tile, int64_t begin, int64_t end, LookAhead<C>* ahead) const {
-    for (int64_t row = begin; row < end; row += W) {
-      const int64_t rows = min_of(W, end - row);
-      const KeyRange keys = seen_by(tile, row, row + rows);
-      for (int64_t v = keys.first / W; v * W < keys.last; ++v) {
-        if constexpr (!kInt8) {
-          const char* next = ahead == nullptr ? nullptr : ahead->take(W * a_.head_dim * int64_t(sizeof(C)));
-          score_rows<C>(tile.values + v * W, next, a_.head_dim, query_lanes(row), s_.query_scales + row, rows,
-                        s_.scores + (row - begin) * kTileKeys + v * W);
-        }
-      }
-      ahead = nullptr;
-    }
-  }
-
-  // Add the values to rows [begin, end): some dimensions at a time, whose lanes stay in the first-level cache.
-  void add_latents(const KeyTile<C>& tile, int64_t begin, int64_t end, const State& state) const {
-    constexpr int kMostVectors = Values::kKeys == 1 ? 2 : 4;
-    const KeyRange all = seen_by(tile, begin, end);
-    for (int64_t dim = 0; dim < a_.value_dim; dim += kMostVectors * W) {
-      const int64_t dims = min_of(kMostVectors * W, a_.value_dim - dim);
-      stage_values(tile, all.first, all.last, dim, dim + dims, a_.row_stride, s_.values);
-      for (int64_t row = begin; row < end; row += kMostAttentionRows) {
-        const int64_t rows = min_of(kMostAttentionRows, end - row);
-        const KeyRange keys = seen_by(tile, row, row + rows);
-        with_rows<kMostAttentionRows>(rows, [&]<int R>() {
-          constexpr int kVectors = kAttentionVectors<R> < kMostVectors ? kAttentionVectors<R> : kMostVectors;
-          const auto add = [&]<int V>(int64_t d) {
-            add_values<V, C, R, true, LookAhead<C>>(s_.values + d, tile, nullptr, dim + d, keys.first, keys.last,
-                                                    s_.scores + (row - begin) * kTileKeys, s_.decay + row,
-                                                    s_.steps + row, state.rows + row * a_.row_stride, a_.row_stride);
-          };
-          int64_t d = 0;
-          for (; d + kVectors * W <= dims; d += kVectors * W) add.template operator()<kVectors>(d);
-          for (; d < dims; d += W) add.template operator()<1>(d);
-        });
-      }
-    }
   }
 
   // Cap the scores of rows, and add what depends on distances. Not inlined: plain attention's loop keeps its registers.
@@ -366,15 +315,6 @@ class AttentionTask {
       if (relative.of_query != nullptr) sum += relative.of_query[(item_.token_begin + r / token_rows_) * row + term];
       if (relative.of_key != nullptr) sum += relative.of_key[(a_.query_start[item_.seq] + start + i) * row + term];
       scores[i] += sum * factor;
-    }
-  }
-
-  template <int R, typename Call>
-  static void with_rows(int64_t rows, const Call& call) {
-    if (rows == R) {
-      call.template operator()<R>();
-    } else if constexpr (R > 1) {
-      with_rows<R - 1>(rows, call);
     }
   }
 

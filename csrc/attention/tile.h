@@ -106,6 +106,16 @@ static inline void lanes_of_rows(const C* const* rows, int64_t count, int64_t st
 // e^v becomes 2^(v log2 e): the scale of scores takes the factor.
 constexpr float kLog2E = 1.44269504f;
 
+// Calls call.operator()<rows>() for the number of rows, at most R.
+template <int R, typename Call>
+static inline void with_rows(int64_t rows, const Call& call) {
+  if (rows == R) {
+    call.template operator()<R>();
+  } else if constexpr (R > 1) {
+    with_rows<R - 1>(rows, call);
+  }
+}
+
 // 2^v for v <= 0, within 2 ulp, exactly 1 for 0. 0 below -126 (no denormals) and for NaN.
 QUIRE_INLINE f32 exp2_negative(f32 v) {
   const f32 lowest = set1(-126.0f);
@@ -156,33 +166,6 @@ static inline void score_keys(const KeyTile<C>& tile, Ahead* ahead, int64_t vect
       const auto* key_scales = reinterpret_cast<const float*>(tile.vectors[vector + v] + lanes * tile.lane_stride);
       store(scores + r * kTileKeys + (vector + v) * W, Lane::score(acc[r][v], set1(scales[r]), key_scales));
     }
-  }
-}
-
-// As score_keys, of W rows with W keys, each in one piece: `queries` are the rows' lanes, side by side. Scores of the
-// first `count` rows are kept. Nothing of the keys is arranged for it. As many bytes as the keys have are fetched from
-// `ahead` on meanwhile, if it is not null: no call, around which sums would leave the registers.
-template <typename C>
-static inline void score_rows(const C* const* keys, const char* ahead, int64_t head_dim, const C* queries,
-                              const float* scales, int64_t count, float* scores) {
-  using Lane = KeyLane<C>;
-  f32 acc[W];
-  QUIRE_UNROLL
-  for (int k = 0; k < W; ++k) acc[k] = f32{};
-  const int64_t step = ahead == nullptr ? 0 : 4 * W;
-  for (int64_t i = 0; i < head_dim; i += Lane::kPack, ahead += step) {
-    const auto query = Lane::load(queries + i * W);
-    prefetch(ahead);
-    QUIRE_UNROLL
-    for (int k = 0; k < W; ++k) acc[k] = Lane::dot(acc[k], Lane::broadcast(keys[k] + i), query);
-  }
-  i32 square[W];
-  QUIRE_UNROLL
-  for (int k = 0; k < W; ++k) square[k] = as_int(acc[k]);
-  transpose(square);
-  QUIRE_UNROLL
-  for (int r = 0; r < W; ++r) {
-    if (r < count) store(scores + r * kTileKeys, as_float(square[r]) * set1(scales[r]));
   }
 }
 
