@@ -59,9 +59,9 @@ _KINDS = {
     "latent": ModelKind(
         "latent",
         f"{_STORED}; `kv_b_proj` plain",
-        "attention alone, on busy cores: bfloat16 0.45, `quire bench attention`",
+        "attention alone, one prompt: bfloat16 0.55, float32 0.69 (one thread: 0.69, 0.73), `quire bench attention`",
     ),
-    "encoders": ModelKind("encoder", _OWN, "not measured against the limit"),
+    "encoders": ModelKind("encoder", _OWN, "bfloat16 0.66, int8 0.45: 256 texts, `python -m benchmarks embeddings`"),
 }
 """By the folder of `quire.models.families`. All others are dense."""
 
