@@ -84,9 +84,9 @@ def ensure_qwen3(checkpoint: Path, folder: Path) -> Path:
         import torch
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
-        sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+        sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_key_value_heads": 8}
         torch.manual_seed(0)
-        config = Qwen3Config(**sizes, num_key_value_heads=8, tie_word_embeddings=True, dtype="bfloat16")
+        config = Qwen3Config(**sizes, num_attention_heads=16, tie_word_embeddings=True, dtype="bfloat16")
         partial = folder.with_name(f"{folder.name}.partial")
         Qwen3ForCausalLM(config).bfloat16().save_pretrained(partial)
         for path in checkpoint.glob("*token*.json"):
