@@ -1,4 +1,4 @@
-"""Comparisons for one kind of checkpoint: mixtures of experts, other tools' formats, adapters, transformers' modules."""
+"""Comparisons for one kind of checkpoint: mixtures of experts, other tools' formats, adapters, a library's modules."""
 
 import statistics
 from collections.abc import Iterator, Sequence

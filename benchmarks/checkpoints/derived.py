@@ -1,5 +1,5 @@
-"""What is made beside a dense checkpoint: the same in AWQ's or GPTQ's format, LoRA adapters for it, and Qwen3-0.6B's shape
-with its tokenizer."""
+"""What is made beside a dense checkpoint: the same in AWQ's or GPTQ's format, LoRA adapters for it, and Qwen3-0.6B's
+shape with its tokenizer."""
 
 import json
 import shutil
@@ -84,7 +84,12 @@ def ensure_qwen3(checkpoint: Path, folder: Path) -> Path:
         import torch
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
-        sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_key_value_heads": 8}
+        sizes: dict[str, Any] = {
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 8,
+        }
         torch.manual_seed(0)
         config = Qwen3Config(**sizes, num_attention_heads=16, tie_word_embeddings=True, dtype="bfloat16")
         partial = folder.with_name(f"{folder.name}.partial")

@@ -170,10 +170,10 @@ def test_what_torch_computes_between_kernels_is_replayed_on_the_same_places():
 @needs_native
 @pytest.mark.parametrize("compute", [lambda x: x.sum().item(), lambda x: bool((x > 0).any())])
 def test_what_leaves_torch_is_refused_in_a_recording(compute):
-    graph = kernels.backend_for("cpu").graph()
-    with torch.inference_mode(), pytest.raises(KernelError, match="missing in the replay"):
-        with kernels.Workspace().recording(), graph.record(with_torch=True):
-            compute(torch.randn(3, 6))
+    graph, workspace = kernels.backend_for("cpu").graph(), kernels.Workspace()
+    refused = pytest.raises(KernelError, match="missing in the replay")
+    with torch.inference_mode(), refused, workspace.recording(), graph.record(with_torch=True):
+        compute(torch.randn(3, 6))
 
 
 @needs_native

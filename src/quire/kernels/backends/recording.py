@@ -20,8 +20,8 @@ class KernelGraph:
 
     A replay makes the same calls on the same addresses: the caller keeps the inputs in place and writes new values
     there, and outputs go into a Workspace, which must be `recording()`. Nothing but kernels and views may run during a
-    recording, or torch's operations that only compute tensors, if it is to hold them; anything else raises KernelError. A replay runs on the threads that
-    are current for its caller, whichever were current during the recording.
+    recording, or torch's operations that only compute tensors, if it is to hold them; anything else raises KernelError.
+    A replay runs on the threads that are current for its caller, whichever were current during the recording.
     """
 
     def __init__(self, calls: Any) -> None:
