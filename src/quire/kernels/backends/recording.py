@@ -87,22 +87,22 @@ class _TorchToo(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,
-        func: Callable[..., Any],
+        func: Any,
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = kwargs or {}
         with self:  # of what is made of other operations, these are seen here
-            out = func.decompose(*args, **given)  # type: ignore[attr-defined]
+            out = func.decompose(*args, **given)
         if out is not NotImplemented:
             return out
         out = func(*args, **given)
-        if _is_part(out, args) and not func._schema.is_mutable:  # type: ignore[attr-defined]
+        if _is_part(out, args) and not func._schema.is_mutable:
             return out
         inputs = tree_map_only(Tensor, lent, (tuple(args), dict(given)))
-        if func._schema.is_mutable:  # type: ignore[attr-defined]
-            self._add(partial(func, *inputs[0], **inputs[1]))
+        if func._schema.is_mutable:
+            self._add(partial(func._op, *inputs[0], **inputs[1]))
             return out
         outs = (out,) if isinstance(out, Tensor) else out
         if not isinstance(outs, list | tuple) or not all(isinstance(each, Tensor) for each in outs):
@@ -143,7 +143,7 @@ def _variant_with_out(func: Any) -> tuple[Callable[..., Any], list[str]] | None:
         outs = [each.name for each in variant._schema.arguments if each.is_out]
         others = [(each.name, str(each.type)) for each in variant._schema.arguments if not each.is_out]
         if outs and others == wanted:
-            return variant, outs
+            return variant._op, outs
     return None
 
 
