@@ -226,6 +226,7 @@ FIGURES: dict[str, Callable[[Run], Iterator[Row]]] = {
     "mixture": comparisons.mixture,
     "formats": comparisons.formats,
     "adapters": comparisons.adapters,
+    "fallback": comparisons.fallback,
     "embeddings": embeddings,
     "beside": beside,
     "ready": ready,

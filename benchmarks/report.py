@@ -116,6 +116,14 @@ def _adapters(rows: Sequence[Row], plots: Path) -> Iterator[str]:
             yield f"\n{row['engine']} is left out: {row['left_out']}"
 
 
+def _fallback(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("Transformers' modules", "python -m benchmarks fallback")
+    yield "Qwen3-0.6B's shape with random weights, through Quire's own model and with `--model-impl transformers`."
+    for precision in dict.fromkeys(row["precision"] for row in rows):
+        yield f"\n### Transformers' modules, {precision}\n"
+        yield from _engines([row for row in rows if row["precision"] == precision])
+
+
 def _embeddings(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from _title("Embeddings", "python -m benchmarks embeddings")
     measured = [row for row in rows if "texts_per_s" in row]
@@ -349,6 +357,7 @@ _SECTIONS: dict[str, Callable[[Sequence[Row], Path], Iterator[str]]] = {
     "mixture": _mixture,
     "formats": _formats,
     "adapters": _adapters,
+    "fallback": _fallback,
     "embeddings": _embeddings,
     "beside": _beside,
     "ready": _ready,

@@ -62,7 +62,9 @@ AttentionScratch thread_scratch(DType dtype, const AttentionArgs& args, int64_t 
   ask_for_memory();
   const int64_t lanes = args.int8_cache ? args.head_dim / 4 + 2 : args.head_dim / (dtype == kBFloat16 ? 2 : 1);
   // Vectors are 4, 8 or 16 lanes wide.
-  const int64_t packed = args.block_size % 16 == 0 && !args.has_key_rows() ? 0 : lanes * kTileKeys;
+  const int64_t packed = args.has_latents()                                  ? lanes * ((rows + 15) / 16 * 16)
+                         : args.block_size % 16 == 0 && !args.has_key_rows() ? 0
+                                                                             : lanes * kTileKeys;
   state.positions.resize(3 * static_cast<size_t>(rows));
   float* next = state.floats.reserve(rows * (2 * args.row_stride + args.head_dim + 6) +
                                      kTileKeys * (kPassRows + args.row_stride) + packed);

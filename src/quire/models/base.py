@@ -39,7 +39,9 @@ class Model(nn.Module, ABC):
     """1: `forward` takes positions [num_tokens]. More: [num_position_rows, num_tokens]."""
 
     can_record: ClassVar[bool] = True
-    """Whether a forward pass consists of kernels alone, so that it can be recorded and replayed."""
+    """Whether a forward pass can be recorded and replayed."""
+    needs_torch: ClassVar[bool] = False
+    """Whether a forward pass computes with torch too, on one thread, so that its recordings have to hold that."""
     num_logits_alive: ClassVar[int] = 1
     """How many tensors as large as its logits a model with a head has at once, at most."""
 

@@ -39,14 +39,15 @@ class TransformersCausalLM(CausalLM):
 
     Made on torch's meta device. Its `nn.Linear`s, token table and head are replaced by Quire's, so that quantization,
     stored formats and adapters apply; its attention is Quire's, over the paged cache. Everything else is the library's
-    modules with torch's arithmetic, so equal bits in another batch are not promised, and steps cannot be recorded.
-    Torch computes it on one thread: more would wait for the cores on which the threads of the kernels run.
+    modules with torch's arithmetic, so equal bits in another batch are not promised. Running on the meta device shows
+    that nothing in Python depends on values, so that decode steps can be recorded. Torch computes on one thread: more
+    would wait for the cores on which the threads of the kernels run.
 
     What the layers keep is found out by running them on the meta device, not read from the config. Raises
     UnsupportedModelError, before weights are read, for a model that keeps or does something else.
     """
 
-    can_record: ClassVar[bool] = False
+    needs_torch: ClassVar[bool] = True
     num_logits_alive: ClassVar[int] = 3
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {GATE_UP: ("gate_proj", "up_proj")}
 
