@@ -99,11 +99,10 @@ def _tokenized(inputs: PoolingInputs, prompt: Any, params: PoolingParams, spec: 
         salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
         made = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": salt}
     else:
-        ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
-        if isinstance(ids, list | tuple) and params.truncate_prompt_tokens is None:
-            inputs.check_length(len(ids), spec)
-        return prompt  # type: ignore[no-any-return]
-    inputs.check_length(len(token_ids), spec)
+        _, token_ids, salt, types = inputs.prompt(prompt, params, spec)
+        made = {"prompt_token_ids": token_ids, "cache_salt": salt}
+        return made if types is None else made | {"token_type_ids": types}
+    inputs.check(token_ids, spec)
     return made
 
 
@@ -147,13 +146,15 @@ class ScoredPairs:
     def __iter__(self) -> Any:
         return iter([(self.firsts[i if len(self.firsts) > 1 else 0], text) for i, text in enumerate(self.seconds)])
 
-    def joined(self, tokenizer: Tokenizer, chat_template: str | None) -> list[str | Pair]:
+    def joined(
+        self, tokenizer: Tokenizer, chat_template: str | None, variables: Mapping[str, Any] | None = None
+    ) -> list[str | Pair]:
         """Return the pairs, or with a template the texts that it makes of them. Raises TokenizerError for a template
         that is wrong."""
         if chat_template is None:
             return list(self)
         made = [[{"role": "query", "content": a}, {"role": "document", "content": b}] for a, b in self]
-        given: dict[str, Any] = {"chat_template": chat_template, "add_generation_prompt": False}
+        given = {**(variables or {}), "chat_template": chat_template, "add_generation_prompt": False}
         return [tokenizer.apply_chat_template(messages, **given) for messages in made]
 
     def by_cosine(self, outputs: list[EmbeddingRequestOutput]) -> list[ScoringRequestOutput]:

@@ -49,14 +49,8 @@ async def chat_prompt(
     """The prompt of a conversation, made as the request says. `tools` are those that the template shows, `variables`
     its other variables. Raises ApiError or RequestError for messages, tools or a template that are wrong,
     TokenizerError where there is no template."""
-    if request.chat_template is not None and not model.args.allow_client_chat_template:
-        raise invalid(
-            "chat_template is not allowed in requests; the operator can enable allow_client_chat_template",
-            "chat_template",
-        )
-    for name in _RESERVED:
-        if name in variables:
-            raise invalid(f"chat_template_kwargs cannot set {name!r}", "chat_template_kwargs")
+    check_client_template(model, request.chat_template)
+    variables = template_variables(model, variables)
 
     def render() -> str:
         try:
@@ -77,7 +71,6 @@ async def chat_prompt(
             **variables,
         )
 
-    variables = {**(model.args.default_chat_template_kwargs or {}), **variables}
     continues, generates = bool(request.continue_final_message), request.add_generation_prompt
     is_quick = request.chat_template is None and not tools and not variables and len(messages) <= _QUICK_MESSAGES
     if is_quick and sum(map(_num_chars, messages)) <= _QUICK_CHARS:
@@ -85,6 +78,23 @@ async def chat_prompt(
     else:
         text = await asyncio.to_thread(render)
     return {"prompt": text, "prompt_token_ids": await model.llm.tokenize(text, bool(request.add_special_tokens))}
+
+
+def check_client_template(model: ServedModel, template: str | None) -> None:
+    """Raise ApiError for a request's own template, unless they are allowed."""
+    if template is not None and not model.args.allow_client_chat_template:
+        raise invalid(
+            "chat_template is not allowed in requests; the operator can enable allow_client_chat_template",
+            "chat_template",
+        )
+
+
+def template_variables(model: ServedModel, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of a template: the server's, and those of a request. Raises ApiError for a name that is taken."""
+    for name in _RESERVED:
+        if name in given:
+            raise invalid(f"chat_template_kwargs cannot set {name!r}", "chat_template_kwargs")
+    return {**(model.args.default_chat_template_kwargs or {}), **given}
 
 
 def _num_chars(message: ChatMessage) -> int:
