@@ -12,6 +12,7 @@ import pytest
 from langchain_openai import OpenAIEmbeddings
 
 from tests.clients.served import KEY, MODEL, Served, quire_serve
+from tests.clients.test_clients_apart import results
 
 TEXTS = ["json.dumps", "os.replace renames a file", "the sum of a list"]
 
@@ -65,3 +66,11 @@ def test_cohere_s_client_embeds_and_reranks(embedder: Served, expected: np.ndarr
     assert [ranked.results[0].index, len(ranked.results)] == [0, 2]
     assert ranked.results[0].relevance_score == pytest.approx(1, abs=1e-5)
     assert ranked.meta.billed_units.search_units == 1
+
+
+def test_llama_index_embeds_texts_and_queries(embedder: Served, expected: np.ndarray) -> None:
+    printed, found = results("LlamaIndex embeddings", "run_llama_index_embeddings.py", embedder)
+    assert printed == str(expected.shape[1])
+    for texts in found["texts"], found["asynchronous"]:
+        assert np.array_equal(np.array(texts, np.float32), expected)
+    assert np.array_equal(np.array(found["query"], np.float32), expected[1])
