@@ -68,8 +68,8 @@ class InProcessLLM:
 
         return await asyncio.gather(*map(one, prompts, request_ids))
 
-    async def pooling_prompts(self, given, params):
-        return tokenized(self.engine.inputs.pooling, given, params)
+    async def pooling_prompts(self, given, params, *, add_special_tokens: bool = True):
+        return tokenized(self.engine.inputs.pooling, given, params, add_special_tokens)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens)

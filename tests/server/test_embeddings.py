@@ -126,6 +126,17 @@ def test_a_conversation_is_rendered(embedder):
     text = tokenizer_of(embedder).apply_chat_template(messages)
     told = embedder.post(PATH, {"messages": messages}).json
     assert told["usage"]["prompt_tokens"] == len(tokenizer_of(embedder).encode(text, add_special_tokens=False))
+    long = [{"role": "user", "content": "b " * 500}]
+    assert embedder.post(PATH, {"messages": long}).status == 400
+    assert embedder.post(PATH, {"messages": long, "truncate_prompt_tokens": 9}).json["usage"]["prompt_tokens"] == 9
+
+
+def test_special_tokens_can_be_left_out(embedder):
+    bare = {"input": ["a b c", "d e f"], "add_special_tokens": False}
+    encode = tokenizer_of(embedder).encode
+    num_tokens = sum(len(encode(text, add_special_tokens=False)) for text in bare["input"])
+    assert embedder.post(PATH, bare).json["usage"]["prompt_tokens"] == num_tokens
+    assert embedder.post(PATH, bare | {"truncate_prompt_tokens": 1}).json["usage"]["prompt_tokens"] == 2
 
 
 def test_raw_embeddings_are_not_normalized(embedder, expected):

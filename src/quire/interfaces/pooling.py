@@ -76,26 +76,30 @@ def pooling_output(output: RequestOutput, kind: type[_Request], outputs: type[Po
     )
 
 
-def tokenized(inputs: PoolingInputs, given: Sequence[Prompt | Pair], params: PoolingParams) -> list[Tokenized]:
+def tokenized(
+    inputs: PoolingInputs, given: Sequence[Prompt | Pair], params: PoolingParams, add_special_tokens: bool = True
+) -> list[Tokenized]:
     """Return prompts with token ids; those of texts and pairs of texts are cut as the parameters say. In the place of
     one that cannot be made is its error. This may run in any thread."""
     spec, made = inputs.spec(params), list[Tokenized]()
     for place, prompt in enumerate(given):
         try:
             with failures_named(f"number {place}", "when it was tokenized"):
-                made.append(_tokenized(inputs, prompt, params, spec))
+                made.append(_tokenized(inputs, prompt, params, spec, add_special_tokens))
         except (RequestError, RequestFailedError) as error:
             made.append(error)
     return made
 
 
-def _tokenized(inputs: PoolingInputs, prompt: Any, params: PoolingParams, spec: PoolSpec) -> Prompt:
+def _tokenized(
+    inputs: PoolingInputs, prompt: Any, params: PoolingParams, spec: PoolSpec, add_special_tokens: bool
+) -> Prompt:
     made: dict[str, Any]
     if isinstance(prompt, tuple) and len(prompt) == 2 and all(isinstance(text, str) for text in prompt):
         token_ids, types = inputs.encode_pair(prompt, params)
         made = {"prompt_token_ids": token_ids, "token_type_ids": types}
     elif (text := _text(prompt)) is not None:
-        token_ids = inputs.encode(text, params)
+        token_ids = inputs.encode(text, params, add_special_tokens)
         salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
         made = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": salt}
     else:

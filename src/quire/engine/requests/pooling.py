@@ -100,11 +100,12 @@ class PoolingInputs:
         self.check(token_ids, spec)
         return text, token_ids, salt or params.cache_salt, _checked_types(types, len(token_ids))
 
-    def encode(self, text: str, params: PoolingParams) -> list[int]:
+    def encode(self, text: str, params: PoolingParams, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, cut as the parameters say. Other threads run meanwhile. Raises
         PromptTooLongError for a text that cannot fit."""
         keep = self._num_kept(params)
-        return self._inputs.tokenizer.encode_cut(self._inputs.readable(text, keep is not None, keeps_start=True), keep)
+        readable = self._inputs.readable(text, keep is not None, keeps_start=True)
+        return self._inputs.tokenizer.encode_cut(readable, keep, add_special_tokens)
 
     def encode_pair(self, pair: tuple[str, str], params: PoolingParams) -> tuple[list[int], list[int]]:
         """As `encode`, for two texts: token ids and token type ids."""

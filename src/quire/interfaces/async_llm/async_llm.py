@@ -200,7 +200,9 @@ class AsyncLLM:
         await self._begin()
         return await self._intake.encode(request_ids, prompts, params, lora_request)
 
-    async def pooling_prompts(self, given: Sequence[Prompt | Pair], pooling_params: PoolingParams) -> list[Tokenized]:
+    async def pooling_prompts(
+        self, given: Sequence[Prompt | Pair], pooling_params: PoolingParams, *, add_special_tokens: bool = True
+    ) -> list[Tokenized]:
         """Return prompts for `encode`: texts, and pairs of texts for a cross-encoder, become token ids, cut as the
         parameters say. In the place of one that is wrong is its error.
 
@@ -209,7 +211,8 @@ class AsyncLLM:
         params, made = check_pooling_params(pooling_params), list[Tokenized]()
         await self.start()
         for start in range(0, len(given), PIECE):
-            made += await asyncio.to_thread(tokenized, self._inputs.pooling, given[start : start + PIECE], params)
+            piece = given[start : start + PIECE]
+            made += await asyncio.to_thread(tokenized, self._inputs.pooling, piece, params, add_special_tokens)
         return made
 
     @property

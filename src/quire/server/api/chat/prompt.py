@@ -41,12 +41,24 @@ class ChatPrompt(TypedDict):
 
 async def chat_prompt(
     model: ServedModel,
-    request: ChatCompletionRequest | TokenizeRequest | InputFields,
+    request: ChatCompletionRequest | TokenizeRequest,
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool] | None,
     variables: Mapping[str, Any],
 ) -> ChatPrompt:
-    """The prompt of a conversation, made as the request says. `tools` are those that the template shows, `variables`
+    """The prompt of a conversation: its text, and the tokens of that. Raises what `chat_text` raises."""
+    text = await chat_text(model, request, messages, tools, variables)
+    return {"prompt": text, "prompt_token_ids": await model.llm.tokenize(text, bool(request.add_special_tokens))}
+
+
+async def chat_text(
+    model: ServedModel,
+    request: ChatCompletionRequest | TokenizeRequest | InputFields,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] | None,
+    variables: Mapping[str, Any],
+) -> str:
+    """The text of a conversation, made as the request says. `tools` are those that the template shows, `variables`
     its other variables. Raises ApiError or RequestError for messages, tools or a template that are wrong,
     TokenizerError where there is no template."""
     check_client_template(model, request.chat_template)
@@ -73,11 +85,8 @@ async def chat_prompt(
 
     continues, generates = bool(request.continue_final_message), request.add_generation_prompt
     is_quick = request.chat_template is None and not tools and not variables and len(messages) <= _QUICK_MESSAGES
-    if is_quick and sum(map(_num_chars, messages)) <= _QUICK_CHARS:
-        text = render()
-    else:
-        text = await asyncio.to_thread(render)
-    return {"prompt": text, "prompt_token_ids": await model.llm.tokenize(text, bool(request.add_special_tokens))}
+    is_quick = is_quick and sum(map(_num_chars, messages)) <= _QUICK_CHARS
+    return render() if is_quick else await asyncio.to_thread(render)
 
 
 def check_client_template(model: ServedModel, template: str | None) -> None:

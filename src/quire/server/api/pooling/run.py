@@ -11,7 +11,7 @@ from quire.common.errors import RequestError, RequestFailedError
 from quire.common.params import PoolingParams, PoolingTask
 from quire.engine.requests.input_processor import Prompt
 from quire.interfaces.pooling import Pair
-from quire.server.api.chat.prompt import chat_prompt
+from quire.server.api.chat.prompt import chat_text
 from quire.server.api.pooling.answers import Output
 from quire.server.api.pooling.protocol import InputFields, PoolingFields
 from quire.server.api.shared.prompts import listed_prompts
@@ -73,24 +73,21 @@ async def prompts_of(model: ServedModel, body: InputFields, params: PoolingParam
         raise invalid("exactly one of input and messages is required", "input")
     if body.messages is not None:
         variables = body.chat_template_kwargs or {}
-        return [await chat_prompt(model, body, body.messages, None, variables)]
+        text = await chat_text(model, body, body.messages, None, variables)
+        return await tokenized(model, [text], params, bool(body.add_special_tokens))
     assert body.input is not None
     listed = listed_prompts(body.input)
     check_count(len(listed), "input")
-    if body.add_special_tokens is False:
-        listed = [
-            {"prompt": one, "prompt_token_ids": await model.llm.tokenize(one, add_special_tokens=False)}
-            if isinstance(one, str)
-            else one
-            for one in listed
-        ]
-    return await tokenized(model, listed, params)
+    return await tokenized(model, listed, params, body.add_special_tokens is not False)
 
 
-async def tokenized(model: ServedModel, given: Sequence[Prompt | Pair], params: PoolingParams) -> list[Prompt]:
+async def tokenized(
+    model: ServedModel, given: Sequence[Prompt | Pair], params: PoolingParams, add_special_tokens: bool = True
+) -> list[Prompt]:
     """Prompts of texts, and of pairs of texts. Raises RequestError if one of them is wrong, naming its index."""
     prompts = list[Prompt]()
-    for place, made in enumerate(await model.llm.pooling_prompts(given, params)):
+    found = await model.llm.pooling_prompts(given, params, add_special_tokens=add_special_tokens)
+    for place, made in enumerate(found):
         if isinstance(made, RequestFailedError):
             raise made
         if isinstance(made, RequestError):
