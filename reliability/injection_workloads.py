@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from quire import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
+from quire.common.params import PoolingTask
 
 VOCAB = range(3, 8000)
 Params = SamplingParams | BeamSearchParams | PoolingParams
@@ -26,7 +27,7 @@ def workload(number: int) -> list[Wish]:
     common = rng.choices(VOCAB, k=rng.randint(4, 11))
     kinds = ["plain", "sampled", "samples", "beams", "grammar", "stop", "logprobs", "changed", "processed", "scored"]
     chosen = [*rng.sample(kinds, k=rng.randint(4, 7)), "plain"]
-    wishes = []
+    wishes = list[Wish]()
     for place, kind in enumerate(chosen):
         own = rng.choices(VOCAB, k=rng.randint(1, 8))
         prompt: Any = common + own if rng.random() < 0.5 else own
@@ -45,7 +46,7 @@ def pooling_workload(number: int) -> list[Wish]:
     for place in range(rng.randint(5, 8)):
         own = rng.choices(VOCAB, k=rng.randint(1, 8))
         prompt: Any = rng.choice([common + own, own, "def add(a, b):", "import os"])
-        task = rng.choice(["embed", "embed", "token_embed"])
+        task: PoolingTask = rng.choice(("embed", "embed", "token_embed"))
         params = PoolingParams(task=task, normalize=rng.choice([None, False]), tenant=rng.choice("ab"))
         wishes.append((f"{place} {task}", prompt, params))
     return wishes

@@ -83,6 +83,7 @@ def test_embeddings_have_openai_s_shape(embedder, expected):
 
 
 def test_base64_holds_the_same_numbers(embedder, expected):
+    assert embedder.post(PATH, {"input": TEXTS, "encoding_format": None}).json["data"][0]["embedding"] == expected[0]
     data = embedder.post(PATH, {"input": TEXTS, "encoding_format": "base64"}).json["data"]
     found = [np.frombuffer(base64.b64decode(row["embedding"]), "<f4").tolist() for row in data]
     assert found == expected

@@ -68,7 +68,7 @@ async def vectors_response(
 ) -> Response:
     """The vectors as the body asks for them: in rows, which `row` makes, or as bytes one after another."""
     vectors = [output.outputs.data for output in outputs]
-    if body.encoding_format in ("float", "base64"):
+    if not (body.encoding_format or "").startswith("bytes"):
         rows = [partial(_vector_row, row, i, each, body) for i, each in enumerate(vectors)]
         return await rows_response(context, kind, outputs, rows, num_numbers(outputs))
     parts = [packed(each, body.embed_dtype, body.endianness) for each in vectors]
@@ -98,7 +98,7 @@ async def vectors_response(
 
 
 def _vector_row(row: Callable[[int, Any], msgspec.Struct], i: int, vector: Numbers, body: api.VectorFields) -> Any:
-    if body.encoding_format == "float":
+    if body.encoding_format != "base64":
         return row(i, vector.tolist())
     return row(i, base64.b64encode(packed(vector, body.embed_dtype, body.endianness)).decode())
 

@@ -28,7 +28,8 @@ async def create_cohere_embeddings(request: Request) -> ASGIApp:
     check_count(len(body.texts), "texts")
     model = await begin(request, body)
     if body.truncate_prompt_tokens is None:
-        body.truncate_prompt_tokens = body.max_tokens or (-1 if body.truncate == "END" else None)
+        cut = -1 if body.truncate == "END" else None
+        body.truncate_prompt_tokens = cut if body.max_tokens is None else body.max_tokens
     params = params_of(context, body, check_task(model, context, "embed"), dimensions=body.output_dimension)
     prompt = _prompt(model.llm.model_config.path, body.input_type)
 
