@@ -50,8 +50,8 @@ class VectorFields(InputFields, kw_only=True):
     """Fields of requests that are answered with vectors."""
 
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
-    """Default: `float`, numbers. `base64`: the bytes of the vector's numbers; `bytes`: the body consists of the bytes of all vectors, and the
-    header `metadata` says where each is; `bytes_only`: the same without the header."""
+    """Default: `float`, numbers. `base64`: the bytes of a vector's numbers. `bytes`: the body consists of the bytes of
+    all vectors, and the header `metadata` says where each is; `bytes_only`: the same without the header."""
     embed_dtype: EmbedDType = "float32"
     """Type of numbers that are sent as bytes."""
     endianness: Endianness = "native"
