@@ -55,8 +55,7 @@ def standard_names(hf: HFConfig) -> HFConfig:
     images, the values of its text part. Raises CheckpointError for a config that lacks that part, and
     UnsupportedModelError for one that names another type of layers than Quire has, whether its family has types or not.
     """
-    named = hf.get("architectures")
-    architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+    architecture = _architecture(hf)
     stated = _text_values(hf) if architecture in _NESTED else dict(hf)
     values = {**_DEFAULTS.get(architecture, {}), **stated}
     for name, theirs in _NAMES.items():
@@ -65,14 +64,30 @@ def standard_names(hf: HFConfig) -> HFConfig:
             values[name] = stated[stated_as]
     _check_layer_types(values.get("layer_types"), hf.source)
     if _AFTER_PADDING.match(architecture):
-        named = HFConfig(values, hf.source)
-        values["max_position_embeddings"] = named.size("max_position_embeddings") - named.count("pad_token_id", 1) - 1
+        values["max_position_embeddings"] = HFConfig(values, hf.source).size("max_position_embeddings") - _unused(hf)
     return HFConfig(values, hf.source)
 
 
 def _check_layer_types(types: Any, source: str) -> None:
     if unknown := {str(name) for name in types if name not in LAYER_TYPES} if isinstance(types, list) else set():
         raise UnsupportedModelError(f"{source}: layer_types {sorted(unknown)}: supported are " + ", ".join(LAYER_TYPES))
+
+
+def stated_values(hf: HFConfig) -> dict[str, Any]:
+    """The values of a config that `standard_names` made, so that it makes the same of them again."""
+    if not _AFTER_PADDING.match(_architecture(hf)):
+        return dict(hf)
+    return {**hf, "max_position_embeddings": hf.size("max_position_embeddings") + _unused(hf)}
+
+
+def _architecture(hf: HFConfig) -> str:
+    named = hf.get("architectures")
+    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+
+
+def _unused(hf: HFConfig) -> int:
+    """The number of rows of the table of positions that no token has."""
+    return hf.count("pad_token_id", 1) + 1
 
 
 def _text_values(hf: HFConfig) -> dict[str, Any]:

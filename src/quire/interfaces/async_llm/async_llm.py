@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from quire.common.errors import EngineDeadError, RequestError, failures_named
+from quire.common.errors import EngineDeadError, RequestError
 from quire.common.lora import LoRARequest
 from quire.common.outputs import EngineStats, PoolingOutput, PoolingRequestOutput, RequestOutput
 from quire.common.params import PoolerInfo, PoolingParams, SamplingParams
@@ -23,21 +22,17 @@ from quire.engine.requests.recommended import recommended_params
 from quire.interfaces.async_llm.adapters import EngineAdapters
 from quire.interfaces.async_llm.cache_watchers import CacheWatchers
 from quire.interfaces.async_llm.controls import EngineControls
-from quire.interfaces.async_llm.engine_message import AnyParams, Params, check_params
+from quire.interfaces.async_llm.engine_message import Params, check_params
+from quire.interfaces.async_llm.intake import Intake
 from quire.interfaces.async_llm.listener import RequestListener
-from quire.interfaces.async_llm.output_processor import RequestState
 from quire.interfaces.async_llm.request_table import RequestTable
 from quire.interfaces.async_llm.starting import LazyAwaitable, nothing, read_tokenizer, start_engine
 from quire.interfaces.async_llm.supervisor import Supervisor
-from quire.interfaces.pooling import PIECE, Pair, Tokenized, check_pooling_params, pooling_output, tokenized
+from quire.interfaces.pooling import PIECE, Pair, Tokenized, check_pooling_params, tokenized
 from quire.text.tokenizer.callable_tokenizer import CallableTokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer
 
-_LONG_TEXT = 4096
-"""Number of characters from which a text is tokenized in a thread; a shorter one takes about a millisecond."""
 HANG_TIMEOUT_S = 8.0
-
-_T = TypeVar("_T")
 
 
 class AsyncLLM:
@@ -78,6 +73,7 @@ class AsyncLLM:
         self._controls = EngineControls(engine)
         self._adapters = EngineAdapters(engine, self.config)
         self.adapters = self._adapters.table
+        self._intake = Intake(self._inputs, self._adapters, self._requests)
         self.num_bytes = ready.num_bytes
         """Memory that weights, activations and KV cache use while the engine does not sleep, as planned."""
         engine.supervise(self._controls, self._requests, self._watchers, self._adapters)
@@ -159,7 +155,8 @@ class AsyncLLM:
         """
         check_params(sampling_params)
         params = sampling_params if priority is None else msgspec.structs.replace(sampling_params, priority=priority)
-        request = await self._add(request_id, prompt, params, lora_request)
+        await self._begin()
+        request = await self._intake.add(request_id, prompt, params, lora_request)
         try:
             await self._engine.drain()
             while True:
@@ -168,20 +165,7 @@ class AsyncLLM:
                 if output.finished:
                     return
         finally:
-            self._requests.abort_request(request)
-
-    async def _add(self, request_id: str, prompt: Prompt, params: AnyParams, lora_request: AnyAdapter) -> RequestState:
-        """Check a request, and send it to the engine."""
-        await self.start()
-        self._check_awake()
-        now = time.monotonic()
-        with failures_named(request_id, "when it was added"):
-            adapter = await self._adapters.of_request(lora_request)
-            texts = [text for text in (_text(prompt), getattr(params, "prediction", None)) if isinstance(text, str)]
-            checked = await _in_thread(
-                "".join(texts), lambda: self._inputs.request(request_id, prompt, params, now, adapter)
-            )
-        return self._requests.add(checked, params)
+            self._requests.abort_requests([request])
 
     async def encode(
         self,
@@ -199,14 +183,26 @@ class AsyncLLM:
         """
         params = check_pooling_params(pooling_params)
         params = params if priority is None else msgspec.structs.replace(params, priority=priority)
-        request = await self._add(request_id, prompt, params, lora_request)
-        try:
-            await self._engine.drain()
-            yield pooling_output(await request.next_output(), PoolingRequestOutput, PoolingOutput)
-        finally:
-            self._requests.abort_request(request)
+        yield (await self.encode_many([prompt], params, [request_id], lora_request=lora_request))[0]
 
-    async def pooling_prompts(self, given: Sequence[Prompt | Pair], pooling_params: PoolingParams) -> list[Tokenized]:
+    async def encode_many(
+        self,
+        prompts: Sequence[Prompt],
+        pooling_params: PoolingParams,
+        request_ids: Sequence[str],
+        *,
+        lora_request: AnyAdapter = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return the outputs of several pooling requests, as `encode` yields them. They go to the engine in few
+        messages. If one fails, its error is raised, and the others are aborted, as they are if the call is cancelled.
+        """
+        params = check_pooling_params(pooling_params)
+        await self._begin()
+        return await self._intake.encode(request_ids, prompts, params, lora_request)
+
+    async def pooling_prompts(
+        self, given: Sequence[Prompt | Pair], pooling_params: PoolingParams, *, add_special_tokens: bool = True
+    ) -> list[Tokenized]:
         """Return prompts for `encode`: texts, and pairs of texts for a cross-encoder, become token ids, cut as the
         parameters say. In the place of one that is wrong is its error.
 
@@ -215,7 +211,8 @@ class AsyncLLM:
         params, made = check_pooling_params(pooling_params), list[Tokenized]()
         await self.start()
         for start in range(0, len(given), PIECE):
-            made += await asyncio.to_thread(tokenized, self._inputs.pooling, given[start : start + PIECE], params)
+            piece = given[start : start + PIECE]
+            made += await asyncio.to_thread(tokenized, self._inputs.pooling, piece, params, add_special_tokens)
         return made
 
     @property
@@ -230,26 +227,18 @@ class AsyncLLM:
 
         Raises the same errors as `generate`. Cancelling the call aborts the request.
         """
-        await self.start()
-        self._check_awake()
-        texts = [_text(prompt) or "" for prompt in (context, continuation) if prompt is not None]
-        now = time.monotonic()
-        with failures_named(request_id, "when it was added"):
-            adapter = await self._adapters.of_request(lora_request)
-            checked = await _in_thread(
-                "".join(texts), lambda: self._inputs.scoring_request(request_id, context, continuation, now, adapter)
-            )
-        request = self._requests.add(checked)
+        await self._begin()
+        request = await self._intake.add_scoring(request_id, context, continuation, lora_request)
         try:
             await self._engine.drain()
             return await request.next_output()
         finally:
-            self._requests.abort_request(request)
+            self._requests.abort_requests([request])
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Raises PromptTooLongError if no prompt can be as long."""
         await self.start()
-        return await _in_thread(text, lambda: self._inputs.encode(text, add_special_tokens))
+        return await self._intake.tokenize(text, add_special_tokens)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any) -> dict[str, Any]:
         """Return a conversation's prompt as `generate` takes it; for arguments see Tokenizer.apply_chat_template.
@@ -334,7 +323,9 @@ class AsyncLLM:
         """
         return await self._watchers.block_tokens(tier, block_ids)
 
-    def _check_awake(self) -> None:
+    async def _begin(self) -> None:
+        """Start the engine, if it has not been started. Raises RequestError while it sleeps."""
+        await self.start()
         if self._controls.is_sleeping:
             raise RequestError("the engine sleeps: call wake_up() first")
 
@@ -382,14 +373,3 @@ class AsyncLLM:
 
 AsyncLLMEngine = AsyncLLM
 """vLLM's older name."""
-
-
-def _text(prompt: Prompt) -> str | None:
-    """Return the text that must be tokenized; None if the prompt has token ids."""
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) and not prompt.get("prompt_token_ids") else prompt
-    return text if isinstance(text, str) else None
-
-
-async def _in_thread(text: str | None, make: Callable[[], _T]) -> _T:
-    """Return the result of `make`, called in a thread if it tokenizes a long text."""
-    return make() if text is None or len(text) < _LONG_TEXT else await asyncio.to_thread(make)

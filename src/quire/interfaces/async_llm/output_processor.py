@@ -27,8 +27,11 @@ class RequestState:
     tokens, which max_model_len bounds.
     """
 
-    def __init__(self, message: AddAny, outputs: OutputBuilder, sample: SampleOutput) -> None:
-        """`message` is the one that adds the request to the engine; `sample` is its first sample."""
+    def __init__(
+        self, message: AddAny, outputs: OutputBuilder, sample: SampleOutput, changed: asyncio.Event | None = None
+    ) -> None:
+        """`message` is the one that adds the request to the engine; `sample` is its first sample; `changed` is set when
+        there is a new output."""
         self.message = message
         self.outputs = outputs
         self.samples = [sample]
@@ -38,7 +41,7 @@ class RequestState:
         """For each sample by index, the emitted tokens that an engine generating it again has not yet repeated."""
         self._is_beam_search = isinstance(message, AddRequest) and message.is_beam_search
         self._beams: list[CompletionOutput] | None = None
-        self._changed = asyncio.Event()
+        self._changed = changed or asyncio.Event()
         self._failure: QuireError | None = None
         self.is_finished = False
         """Whether the request has ended."""
@@ -59,8 +62,11 @@ class RequestState:
         """Wait for new tokens or the end, and return the next output. Raises the error if the request has failed."""
         await self._changed.wait()
         self._changed.clear()
-        if self._failure is not None:
-            raise self._failure
+        return await self.output()
+
+    async def output(self) -> RequestOutput:
+        """Return what there is now. Raises the error if the request has failed."""
+        self.raise_failure()
         try:
             with failures_named(self.message.request_id, "when its output was made"):
                 await self._make_logprobs()
@@ -68,6 +74,11 @@ class RequestState:
         except QuireError as error:
             self.fail(error)
             raise
+
+    def raise_failure(self) -> None:
+        """Raise the error if the request has failed."""
+        if self._failure is not None:
+            raise self._failure
 
     async def _make_logprobs(self) -> None:
         """Convert log-probabilities a few rows at a time, and let other requests run in between."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +20,17 @@ from quire.common.errors import (
 from quire.common.log import logger
 from quire.common.outputs import EngineStats
 from quire.common.params import PoolingParams
-from quire.engine.process.messages import Abort, Event, ProtocolError, Ready, RequestDelta, StepDone
+from quire.engine.process.messages import (
+    Abort,
+    AddAny,
+    AddMany,
+    AddPooling,
+    Event,
+    ProtocolError,
+    Ready,
+    RequestDelta,
+    StepDone,
+)
 from quire.engine.requests.input_processor import CheckedRequest, InputProcessor
 from quire.interfaces.async_llm.engine_message import AnyParams, engine_message
 from quire.interfaces.async_llm.listener import RequestListener
@@ -50,33 +63,58 @@ class RequestTable:
 
         Parameters without a seed get one here, so that every engine samples the same tokens for them.
         """
-        request_id = checked.outputs.request_id
-        if request_id in self._request_ids:
-            raise RequestError(f"request id {request_id!r} is in use by an unfinished request: choose another")
-        key, self._num_keys = self._num_keys, self._num_keys + 1
+        return self.add_all([checked], params, asyncio.Event())[0]
+
+    def add_all(
+        self, checked: Sequence[CheckedRequest], params: AnyParams | None, changed: asyncio.Event
+    ) -> list[RequestState]:
+        """As `add`, for several requests whose caller awaits the same event. Pooling requests are one message."""
+        first, self._num_keys = self._num_keys, self._num_keys + len(checked)
+        seed = self._inputs.seed(self._num_seeds)
+        request_ids = [each.outputs.request_id for each in checked]
+        for request_id, count in Counter(request_ids).items():
+            if count > 1 or request_id in self._request_ids:
+                raise RequestError(f"request id {request_id!r} is in use by an unfinished request: choose another")
         try:
-            message = engine_message(key, checked, params, self._inputs.seed(self._num_seeds))
+            added = [engine_message(key, each, params, seed) for key, each in enumerate(checked, first)]
             if self._engine.death is None or self._engine.is_lost or not self._holds:
-                self._engine.send(message)
+                self._send(added)
         except (OverflowError, TypeError, UnicodeError, ProtocolError) as error:
             raise InvalidParamsError(f"the request cannot be sent to the engine: {error}") from error
         self._num_seeds += params is not None and not isinstance(params, PoolingParams)
-        request = self._requests[key] = RequestState(message, checked.outputs, checked.sample)
-        self._request_ids.add(request_id)
-        known = checked.outputs.params if params is None or isinstance(params, PoolingParams) else params
-        self._notify("on_request_start", request_id, len(message.token_ids), known)
-        return request
+        self._request_ids.update(request_ids)
+        pairs = zip(added, checked, strict=True)
+        made = [RequestState(message, each.outputs, each.sample, changed) for message, each in pairs]
+        for request in made:
+            self._requests[request.message.key] = request
+            given = request.outputs.params if params is None or isinstance(params, PoolingParams) else params
+            self._notify("on_request_start", request.message.request_id, len(request.message.token_ids), given)
+        return made
+
+    def _send(self, added: Sequence[AddAny]) -> None:
+        pooling = [message for message in added if isinstance(message, AddPooling)]
+        if len(pooling) > 1:
+            self._engine.send(AddMany(pooling))
+            return
+        for message in added:
+            self._engine.send(message)
+
+    async def drain(self) -> None:
+        """Wait until little is left to send, or no engine runs."""
+        await self._engine.drain()
 
     def abort(self, request_id: str) -> None:
         """Abort the request with this id, if there is one."""
         for request in [request for request in self._requests.values() if request.message.request_id == request_id]:
-            self.abort_request(request)
+            self.abort_requests([request])
 
-    def abort_request(self, request: RequestState) -> None:
-        """Abort a request unless it has ended."""
-        if request.message.key in self._requests:
+    def abort_requests(self, requests: Iterable[RequestState]) -> None:
+        """Abort those of the requests that have not ended."""
+        running = [request for request in requests if request.message.key in self._requests]
+        for request in running:
             request.abort()
-            self._end(request, is_running=True)
+            self._end(request)
+        self._abort_in_engine(running)
 
     def on_message(self, message: Event) -> None:
         """Apply the deltas of a step to their requests."""
@@ -93,7 +131,7 @@ class RequestTable:
             except QuireError as error:
                 logger.error("%s", error, exc_info=error)
                 request.fail(error)
-                self.abort_request(request)
+                self.abort_requests([request])
         self._notify("on_step", message.stats)
 
     def on_death(self, error: EngineDeadError) -> None:
@@ -136,18 +174,21 @@ class RequestTable:
         if num_tokens:
             self._notify("on_tokens", request.message.request_id, num_tokens, now)
         if request.is_finished:
-            self._end(request, is_running=not delta.finished)
+            self._end(request)
+            self._abort_in_engine([] if delta.finished else [request])
 
     def _fail(self, request: RequestState, error: QuireError) -> None:
         request.fail(error)
-        self._end(request, is_running=False)
+        self._end(request)
 
-    def _end(self, request: RequestState, *, is_running: bool) -> None:
-        """Remove a request, and abort it in the engine if it still runs there."""
+    def _abort_in_engine(self, requests: Sequence[RequestState]) -> None:
+        if requests and self._engine.death is None:
+            self._engine.send(Abort([request.message.request_id for request in requests]))
+
+    def _end(self, request: RequestState) -> None:
+        """Remove a request."""
         del self._requests[request.message.key]
         request_id, outputs = request.message.request_id, request.outputs
         self._request_ids.discard(request_id)
-        if is_running and self._engine.death is None:
-            self._engine.send(Abort(request_id))
         end = outputs.metrics, outputs.num_cached_tokens, request.finish_reason, request.longest
         self._notify("on_request_end", request_id, *end)
