@@ -172,7 +172,8 @@ class LLMEngine:
             fault_point("step.execute")
             result = self.executor.execute(batch)
             fault_point("step.commit")
-            self.scheduler.observe(batch, time.monotonic() - start_s, result.drafting_s)
+            num_passes = max([len(drafted.token_ids) for drafted in result.drafted.values()], default=0)
+            self.scheduler.observe(batch, time.monotonic() - start_s, result.drafting_s, num_passes)
             return result
         except BaseException:
             with self._accounting():
