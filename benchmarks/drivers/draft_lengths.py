@@ -21,6 +21,8 @@ from quire.engine.drafting.drafting import make_drafting
 
 _FIXED = (1, 2, 4, 8)
 _NUM_TOKENS = 48
+_NUM_LEARNING = 2
+"""Rounds that are not counted: engines learn in them how long steps take."""
 _LOADS = {
     "answers": (("draft_model", (1, 4, 8, 16)), ("ngram", (1, 4, 8, 16))),
     "random": (("draft_model", (1, 8, 32)), ("ngram", (1, 8, 32)), ("auto", (1, 8, 32))),
@@ -76,15 +78,15 @@ def row(choices: Choices, text: str, method: str, num_prompts: int, num_rounds: 
     made = {name: choices.choose(**config) for name, config in configs.items()}
     times: dict[str, list[float]] = {name: [] for name in made}
     is_equal, expected = True, None
-    for _ in range(1 + num_rounds):
+    for _ in range(_NUM_LEARNING + num_rounds):
         for name, drafting in made.items():
             seconds, outputs = choices.run(drafting, text, num_prompts)
             times[name].append(seconds)
             expected = outputs if expected is None else expected
             is_equal &= outputs == expected
-    plain = times["off"][1:]
+    plain = times["off"][_NUM_LEARNING:]
     speedups = {
-        name: round(statistics.median(a / b for a, b in zip(plain, its[1:], strict=True)), 3)
+        name: round(statistics.median(a / b for a, b in zip(plain, its[_NUM_LEARNING:], strict=True)), 3)
         for name, its in times.items()
         if name != "off"
     }
@@ -92,7 +94,7 @@ def row(choices: Choices, text: str, method: str, num_prompts: int, num_rounds: 
     found = {"text": text, "method": method, "num_prompts": num_prompts, "chosen": speedups["chosen"]}
     if fixed:
         best = max(fixed, key=lambda name: fixed[name])
-        ratios = [b / a for a, b in zip(times["chosen"][1:], times[best][1:], strict=True)]
+        ratios = [b / a for a, b in zip(times["chosen"][_NUM_LEARNING:], times[best][_NUM_LEARNING:], strict=True)]
         found |= {"fixed": fixed, "of_best": round(statistics.median(ratios), 3)}
     return found | {"off_s": [round(s, 3) for s in plain], "is_equal": is_equal}
 

@@ -196,7 +196,9 @@ def test_the_layers_of_a_draft_model_lie_in_the_blocks_of_the_first_group_that_k
 
 
 def test_the_plan_counts_the_draft_model(same):
-    plan, alone = same.llm.engine.plan, make(None).engine.plan
+    settings = {"max_model_len": 128, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 48}
+    alone = LLM(speculative_config={"method": "ngram", "num_speculative_tokens": 3}, **settings).engine.plan
+    plan = same.llm.engine.plan
     assert plan.weight_bytes == 2 * alone.weight_bytes
     assert plan.activation_bytes == 2 * alone.activation_bytes
     assert plan.kv_cache.block_bytes == 2 * alone.kv_cache.block_bytes

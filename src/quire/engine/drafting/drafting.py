@@ -117,9 +117,11 @@ class Drafting:
                 if count and config.is_adaptive:
                     factor = known.trust[model.name].factor(self._trust[model.name].factor(1.0))
                     rate, best = best_rate(factor * known.reading.mean_odds, times)
-                    count *= best > 0
-                    # Below these odds a draft is not worth its time: rows may cost less where more of them run.
-                    least = max(0.0, rate * min((times[count] - times[0]) / count for count in range(1, len(times))))
+                    if best:  # a sequence whose drafts are surer than others' may have more than these
+                        count, least = min(count, 2 * best + 1), max(0.0, rate * (times[best] - times[0]) / best)
+                    else:
+                        count = 0
+                        known.reading.forget()
                 count = max(0, min(count, self._num_left(group, seq) - num_drafts - 2))
                 if (ahead := model.ahead(seq, known.reading, num_tokens, count, least)) is not None:
                     planned[seq.seq_id] = ahead

@@ -16,6 +16,8 @@ from quire.engine.requests.sequence import SequenceGroup
 _MOST_UNREAD = 64
 """A sequence that went on for more tokens than these without drafts gets no more of them."""
 _PASS_RATE = 0.1
+_ODDS_RATE = 0.25
+_USUAL_ODDS = 0.8
 _MOST_OFF = 2.0
 """A pass counts as at most this many times its expectation, and for the rest as an accident or a recording."""
 
@@ -29,8 +31,17 @@ class ModelReading:
     num_tokens: int = 0
     """Those of the sequence when it drafted."""
     drafted: Drafted = NOTHING_DRAFTED
-    mean_odds: float = 0.8
-    """Of its latest drafts."""
+    mean_odds: float = _USUAL_ODDS
+    """Of its latest drafts, the newest counted most. While there are none it goes back to what is usual, so that one
+    token that was hard to foresee ends them for some steps only."""
+
+    def learn(self, odds: float) -> None:
+        """Learn the mean of the newest drafts' odds."""
+        self.mean_odds += _ODDS_RATE * (odds - self.mean_odds)
+
+    def forget(self) -> None:
+        """No drafts seem worth their time in this step."""
+        self.learn(_USUAL_ODDS)
 
 
 class ModelDrafts:
@@ -61,7 +72,7 @@ class ModelDrafts:
         """The draft model has read a sequence's first `end` tokens, which are computed, and drafted behind the next."""
         reading.num_read, reading.num_tokens, reading.drafted = end, end + 1, drafted
         if drafted.odds:
-            reading.mean_odds = sum(drafted.odds) / len(drafted.odds)
+            reading.learn(sum(drafted.odds) / len(drafted.odds))
 
     def observe(self, drafting_s: float, num_passes: int, pace: float) -> None:
         """In a step of decodes the draft model took `drafting_s` for this number of passes; `pace` is the time of one
