@@ -171,13 +171,17 @@ def rest(run: Run) -> Iterator[Row]:
 
 
 def speculation(run: Run) -> Iterator[Row]:
-    """Measure what drafts gain, with a twin of the embedded checkpoint as expensive as 0.5 B weights, and how well their
-    number is chosen."""
+    """Measure what drafts gain, with a twin of quire-tiny as expensive as 0.5 B weights, and how well their number is
+    chosen."""
     folder = str(twin(run))
     for precision in _BITS:
-        for line in _python("-m", "benchmarks.drivers.speculation", folder, "quire-draft", precision, str(run.rounds)).splitlines():
+        for line in _python(
+            "-m", "benchmarks.drivers.speculation", folder, "quire-draft", precision, str(run.rounds)
+        ).splitlines():
             yield json.loads(line)
-    for line in _python("-m", "benchmarks.drivers.draft_lengths", folder, "quire-draft", "int8", str(run.rounds)).splitlines():
+    for line in _python(
+        "-m", "benchmarks.drivers.draft_lengths", folder, "quire-draft", "int8", str(run.rounds)
+    ).splitlines():
         yield json.loads(line)
 
 

@@ -249,15 +249,12 @@ def _speculation(rows: Sequence[Row], plots: Path) -> Iterator[str]:
             if "speedup" in r
         ),
     )
-    yield "\nHow many drafts are verified, in int8, with several prompts at once: the speed-up over none of the engine's"
+    yield "\nNumbers of drafts, in int8, several prompts at once: the speed-up over none of the engine's"
     yield "own choice, and of fixed numbers. Random text is drawn at temperature 4, where hardly a draft is right.\n"
+    names = ("text", "method", "num_prompts", "chosen", "fixed", "of_best", "is_equal")
     yield from _table(
         ("text", "drafts", "prompts", "chosen", "fixed numbers", "of the best", "equal"),
-        (
-            (r["text"], r["method"], r["num_prompts"], r["chosen"], _fixed(r), r.get("of_best", ""), r["is_equal"])
-            for r in rows
-            if "chosen" in r
-        ),
+        ([(r | {"fixed": _fixed(r)}).get(n, "") for n in names] for r in rows if "chosen" in r),
     )
 
 
@@ -269,10 +266,10 @@ def _speculation_peers(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from _title("Speculation of other engines", "python -m benchmarks speculation --peers")
     yield "The twin, drafted by lookup or by quire-draft, bfloat16, greedy, one request at a time, all engines in turn:"
     yield "each one's speed-up over itself without drafts, and whether its outputs stayed the same.\n"
+    names = ("engine", "method", "speedup", "is_equal", "left_out")
     yield from _table(
-        ("engine", "drafts", "faster by", "equal"),
-        ((r["engine"], r["method"], r.get("speedup") or r["left_out"], r.get("is_equal", "")) for r in rows
-         if "speedup" in r or "left_out" in r),
+        names,
+        ([r.get(n, "") for n in names] for r in rows if "speedup" in r or "left_out" in r),
     )
 
 

@@ -71,7 +71,9 @@ def beside_others(run: Run) -> Iterator[Row]:
     with ExitStack() as stack:
         engines = [kind(run.folder, method=method) for kind in (_Quire, _Vllm, _LlamaCpp) for method in METHODS]
         sessions, rows = start(stack, run, engines, twin(run), 1024)
-        yield from ({"load": True} | row | {"method": e.method} for row, e in zip(rows, _wanted(run, engines)))
+        yield from (
+            {"load": True} | row | {"method": e.method} for row, e in zip(rows, _wanted(run, engines), strict=True)
+        )
         times: dict[tuple[str, str], list[float]] = {}
         outputs: dict[tuple[str, str], list[list[int]]] = {}
         for turn in range(_NUM_LEARNING + run.rounds):

@@ -1,4 +1,6 @@
-"""Write a Qwen2 or Llama checkpoint as GGUF: `convert_to_gguf CHECKPOINT BF16|Q8_0|Q4_K_M OUT`. Run in llama.cpp's environment.
+"""Write a Qwen2 or Llama checkpoint as GGUF: `convert_to_gguf CHECKPOINT BF16|Q8_0|Q4_K_M OUT`.
+
+Run in llama.cpp's environment.
 
 Q4_K_M is a mixture that llama.cpp itself makes of a BF16 file. It groups 256 weights of a row; for rows that are not a
 multiple of that it takes Q5_0 or Q8_0 instead. A Llama checkpoint, whose layers have no biases, is written as a Qwen2

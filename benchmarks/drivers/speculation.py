@@ -36,7 +36,7 @@ SCHEMA = {"type": "array", "items": _FUNCTION, "minItems": 3, "maxItems": 3}
 
 
 def rows(model: str, draft: str, precision: str, num_rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield the speed-up by a draft model for long answers and code, and by forced tokens for JSON, and by a prediction for an edit.
+    """Yield the speed-up by a draft model for answers and code, by forced tokens for JSON, by a prediction for an edit.
 
     As an edit counts what the model writes anyway, predicted with one token in 20 changed.
     """

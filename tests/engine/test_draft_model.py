@@ -249,3 +249,12 @@ def test_a_draft_model_with_fewer_or_more_numbers_than_tokens(same, monkeypatch)
         monkeypatch.setattr(runner, "_vocab_sizes", sizes)
         (output,) = run(same.llm, [prompt], [params])
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2])
+def test_drafts_are_verified_while_as_many_sequences_run_as_may(num_seqs):
+    llm = make("quire-tiny", max_num_seqs=num_seqs)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    run(llm, [[5, 6, 7 + i] for i in range(num_seqs)], [params] * num_seqs)
+    stats = llm.engine.scheduler.drafting.stats["model"]
+    assert stats.num_accepted == stats.num_tokens > 10 * num_seqs

@@ -133,9 +133,11 @@ class Drafting:
         self.model.receive(self._known(seq).reading, end, drafted)
 
     def observe_step(self, batch: Batch, seconds: float, drafting_s: float = 0.0, num_passes: int = 0) -> None:
-        """A step took this long, without the draft model, which made this number of passes. Only decodes alone say how long rows take. Of steps that
-        follow one of the same shape and are short, one in several is looked at: that takes microseconds, and steps of
-        small models not many more."""
+        """A step took this long, without the draft model, which made this number of passes.
+
+        Only decodes alone say how long rows take. Of short steps that follow one of the same
+        shape, one in several is looked at: that takes microseconds, and steps of small models not many more.
+        """
         shape, self._num_equal_steps = (len(batch.sequences), batch.num_tokens), self._num_equal_steps + 1
         is_short = seconds < SHORTEST_STEP_S
         if is_short and shape == self._last_shape and self._num_equal_steps < _EQUAL_STEPS:
