@@ -267,10 +267,8 @@ def _speculation_peers(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield "The twin, drafted by lookup or by quire-draft, bfloat16, greedy, one request at a time, all engines in turn:"
     yield "each one's speed-up over itself without drafts, and whether its outputs stayed the same.\n"
     names = ("engine", "method", "speedup", "is_equal", "left_out")
-    yield from _table(
-        names,
-        ([r.get(n, "") for n in names] for r in rows if "speedup" in r or "left_out" in r),
-    )
+    found = [r for r in rows if "speedup" in r or "left_out" in r]
+    yield from _table(names, ([r.get(n, "") for n in names] for r in found))
 
 
 def _latency(rows: Sequence[Row], plots: Path) -> Iterator[str]:
