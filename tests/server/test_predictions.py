@@ -159,5 +159,5 @@ def test_only_accepted_tokens_that_are_in_the_answer_are_counted():
     metrics = RequestMetrics(arrival_time=0.0, drafts={"prediction": (9, 7)})
     for token_ids, accepted in (([5], []), ([6, 7, 8], [0, 1])):  # the rest came behind a stop string
         choice = CompletionOutput(0, "", token_ids, None, accepted_drafts=accepted)
-        counts.add(0, RequestOutput("a", "Hi", [1], None, [choice], False, metrics=metrics))
+        counts.add(0, RequestOutput("a", "Hi", [1], [choice], False, metrics=metrics))
     assert counts.predicted == (2, 2)

@@ -172,8 +172,7 @@ class LLMEngine:
             fault_point("step.execute")
             result = self.executor.execute(batch)
             fault_point("step.commit")
-            num_passes = max([len(drafted.token_ids) for drafted in result.drafted.values()], default=0)
-            self.scheduler.observe(batch, time.monotonic() - start_s, result.drafting_s, num_passes)
+            self.scheduler.observe(batch, time.monotonic() - start_s, result.drafting_s, result.num_passes)
             return result
         except BaseException:
             with self._accounting():
