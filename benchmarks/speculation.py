@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,5 +94,5 @@ def beside_others(run: Run) -> Iterator[Row]:
         yield row | {"is_equal": outputs[name, method] == outputs[name, "off"]}
 
 
-def _wanted(run: Run, engines: list[_Drafted]) -> list[_Drafted]:
+def _wanted(run: Run, engines: Sequence[_Drafted]) -> list[_Drafted]:
     return [engine for engine in engines if engine.name in run.engines]
