@@ -262,6 +262,11 @@ class StepResult(msgspec.Struct, frozen=True):
     drafting_s: float = 0.0
     """The seconds that the draft model took."""
 
+    @property
+    def num_passes(self) -> int:
+        """How often the draft model ran to draft."""
+        return max([len(drafted.token_ids) for drafted in self.drafted.values()], default=0)
+
 
 def encode(message: Batch | StepResult) -> bytes:
     """The message in msgpack, arrays as their dtype, shape and little-endian bytes."""

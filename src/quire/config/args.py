@@ -222,6 +222,7 @@ class EngineArgs(metaclass=_NamesChecked):
                 tenant_weights=self.tenant_weights or {},
                 prefix_max_delay_s=self.prefix_max_delay_s,
                 target_step_ms=self.target_step_ms,
+                max_draft_rows=speculative.num_rows(self.max_num_seqs, self.max_num_batched_tokens),
             ),
             parallel=ParallelConfig(
                 self.num_threads,

@@ -45,6 +45,10 @@ _WITHOUT_EFFECT = (
 MOST_TOKENS = 32
 """Most drafts of a sequence in a step that can be asked for."""
 
+MOST_ROWS = 64
+"""Most drafts that a step of max_num_seqs sequences verifies: more hardly pay on any machine, and each needs memory for
+its logits."""
+
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
@@ -71,6 +75,11 @@ class SpeculativeConfig:
     def sources(self) -> tuple[str, ...]:
         """Where drafts are looked up."""
         return METHODS[self.method]
+
+    def num_rows(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+        """How many drafts of all sequences a step may verify beside their newest tokens."""
+        wanted = max_num_seqs * self.num_speculative_tokens if self.sources else 0
+        return min(wanted, MOST_ROWS, max_num_batched_tokens - 1)
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> SpeculativeConfig:

@@ -264,8 +264,9 @@ def _activation_bytes(model: type[Model], config: EngineConfig) -> int:
     forward = activation_bytes(config.model, config.scheduler.max_num_batched_tokens, config.lora)
     if config.model.runner == "pooling":
         return forward
-    # One for each sample, also where one token of a prompt has several.
-    num_logits = config.scheduler.max_num_seqs + MAX_LOGITS_ROWS
+    # One for each sample, also where one token of a prompt has several, and for each draft.
+    scheduler = config.scheduler
+    num_logits = scheduler.max_num_seqs + scheduler.max_draft_rows + MAX_LOGITS_ROWS
     return forward + num_logits * config.model.vocab_size * 4 * model.num_logits_alive
 
 
