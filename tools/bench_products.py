@@ -47,7 +47,8 @@ def measure(format: str, rows: list[int], args: argparse.Namespace) -> list[dict
     for count in rows:
         x = torch.randn(count, args.k, dtype=torch.float32 if format == "float32" else torch.bfloat16)
         out = [partial(kernels.matmul, x, weight) for weight in weights]
-        row = compare(out, first.nbytes, 2 * count * args.n * args.k, format if format in PLAIN else "int8", args.seconds)
+        limit = format if format in PLAIN else "int8"
+        row = compare(out, first.nbytes, 2 * count * args.n * args.k, limit, args.seconds)
         ns = row["us"] * 1e3 * 1024 / (args.n * args.k)
         kept = {name: row[name] for name in ("gb_per_s", "limit", "of_limit")}
         found.append({"format": format, "rows": count, "ns": round(ns, 1), **kept})
