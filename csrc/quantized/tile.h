@@ -254,8 +254,8 @@ struct GroupedTile {
 using RunTile = void(const char*, const QuantizedRow&, const WeightPiece&, int64_t, float*);
 
 // The tile for these numbers of rows and vectors, of units as they lie in a panel or (is_plain) may be multiplied by.
-static RunTile* quantized_tile(const QuantizedFormat& format, bool is_plain, bool has_halves, int64_t rows,
-                               int64_t vectors) {
+static RunTile* quantized_tile([[maybe_unused]] const QuantizedFormat& format, [[maybe_unused]] bool is_plain,
+                               bool has_halves, int64_t rows, int64_t vectors) {
 #if defined(__AVX512VNNI__)
   const bool is_whole = format.group > QuantizedShape::kBlock, is_narrow = format.group == 16;
   if (!is_plain && format.table != nullptr) return tile_function<GroupedTile<4, true, 32>>(rows, vectors);
