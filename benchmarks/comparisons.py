@@ -1,11 +1,11 @@
-"""Comparisons for one kind of checkpoint: mixtures of experts, other tools' formats, adapters."""
+"""Comparisons for one kind of checkpoint: mixtures of experts, other tools' formats, adapters, a library's modules."""
 
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 from benchmarks.checkpoints.dense import ensure_checkpoint
-from benchmarks.checkpoints.derived import NUM_ADAPTERS
+from benchmarks.checkpoints.derived import NUM_ADAPTERS, ensure_qwen3
 from benchmarks.checkpoints.mixture import MixtureShape, ensure_mixture
 from benchmarks.engines.interleaved import Row, Run, case, interleaved, own_costs, speeds, start
 from benchmarks.engines.peers import (
@@ -14,6 +14,7 @@ from benchmarks.engines.peers import (
     OpenVino,
     Quire,
     QuireAdapters,
+    QuireFallback,
     QuireGguf,
     QuirePacked,
     VllmAdapters,
@@ -93,3 +94,12 @@ def adapters(run: Run) -> Iterator[Row]:
                 row = {"engine": session.engine.name, **each, "num_adapters": num_adapters}
                 row |= {"elapsed_s": [[round(s, 4) for s in pair] for pair in its_times], "cost": round(cost, 4)}
                 yield row
+
+
+def fallback(run: Run) -> Iterator[Row]:
+    """Measure Qwen3-0.6B's shape through transformers' modules, beside the model of this checkout."""
+    path = ensure_qwen3(ensure_checkpoint(run.checkpoint), run.folder / "models" / "qwen3-0.6b")
+    cases = [case(num_prompts, 128, 32 if run.quick else 64) for num_prompts in (1, 8)]
+    for precision in ("bfloat16", "int8"):
+        made = [engine(run.folder, precision) for engine in (Quire, QuireFallback)]
+        yield from interleaved(run, made, path, cases, 1024)

@@ -19,8 +19,8 @@ from benchmarks.embeddings import embeddings
 from benchmarks.engines.interleaved import TINY, Row, Run, case, interleaved, speeds
 from benchmarks.engines.peers import PRECISIONS, ROOT, Quire, Transformers, Vllm, num_threads
 from benchmarks.engines.session import Session
+from benchmarks.speculation import beside_others, twin
 from quire.cli.bench.limits import Limits, WeightCosts
-from tools.wide_twin import write_wide_twin
 
 _BITS = {"bfloat16": 16, "int8": 8, "int4": 4}
 """Bits of a weight, without scales."""
@@ -171,14 +171,18 @@ def rest(run: Run) -> Iterator[Row]:
 
 
 def speculation(run: Run) -> Iterator[Row]:
-    """Measure what drafts gain at one prompt, with a twin of the embedded checkpoint as expensive as 0.5 B weights."""
-    twin = run.folder / "wide-twin"
-    if not (twin / "config.json").exists():
-        write_wide_twin("quire-tiny", twin)
+    """Measure what drafts gain, with a twin of quire-tiny as expensive as 0.5 B weights, and how well their number is
+    chosen."""
+    folder = str(twin(run))
     for precision in _BITS:
-        arguments = (str(twin), "quire-draft", precision, str(run.rounds))
-        for line in _python("-m", "benchmarks.drivers.speculation", *arguments).splitlines():
+        for line in _python(
+            "-m", "benchmarks.drivers.speculation", folder, "quire-draft", precision, str(run.rounds)
+        ).splitlines():
             yield json.loads(line)
+    for line in _python(
+        "-m", "benchmarks.drivers.draft_lengths", folder, "quire-draft", "int8", str(run.rounds)
+    ).splitlines():
+        yield json.loads(line)
 
 
 def latency(run: Run) -> Iterator[Row]:
@@ -219,6 +223,8 @@ def kv_cache(run: Run) -> Iterator[Row]:
         yield json.loads(line)
 
 
+PEERS = "speculation_peers"
+"""The figure that `speculation --peers` measures too."""
 FIGURES: dict[str, Callable[[Run], Iterator[Row]]] = {
     "machine": machine,
     "throughput": throughput,
@@ -226,12 +232,14 @@ FIGURES: dict[str, Callable[[Run], Iterator[Row]]] = {
     "mixture": comparisons.mixture,
     "formats": comparisons.formats,
     "adapters": comparisons.adapters,
+    "fallback": comparisons.fallback,
     "embeddings": embeddings,
     "beside": beside,
     "ready": ready,
     "parts": parts,
     "rest": rest,
     "speculation": speculation,
+    PEERS: beside_others,
     "latency": latency,
     "growth": growth,
     "kernels": kernels,

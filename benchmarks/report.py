@@ -116,6 +116,14 @@ def _adapters(rows: Sequence[Row], plots: Path) -> Iterator[str]:
             yield f"\n{row['engine']} is left out: {row['left_out']}"
 
 
+def _fallback(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("Transformers' modules", "python -m benchmarks fallback")
+    yield "Qwen3-0.6B's shape with random weights, through Quire's own model and with `--model-impl transformers`."
+    for precision in dict.fromkeys(row["precision"] for row in rows):
+        yield f"\n### Transformers' modules, {precision}\n"
+        yield from _engines([row for row in rows if row["precision"] == precision])
+
+
 def _embeddings(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from _title("Embeddings", "python -m benchmarks embeddings")
     measured = [row for row in rows if "texts_per_s" in row]
@@ -237,16 +245,38 @@ def _rest(rows: Sequence[Row], plots: Path) -> Iterator[str]:
 def _speculation(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from _title("Speculation", "python -m benchmarks speculation")
     yield "A twin of quire-tiny as expensive as 0.5 B weights, one request at a time, greedy, with and without drafts"
-    yield "interleaved: by quire-draft for questions with long answers and for code, by the grammar for JSON. Tokens"
-    yield "that the grammar leaves no choice of are appended without drafts too: JSON always takes fewer steps.\n"
+    yield "interleaved: by quire-draft for questions with long answers and for code, by the grammar for JSON, by a"
+    yield "prediction, one in 20 of whose tokens is wrong, for an edit. Tokens that the grammar leaves no choice of are"
+    yield "appended without drafts too: JSON always takes fewer steps.\n"
     head = ("text", "weights", "drafts", "tokens", "steps without", "steps with", "faster by", "equal")
     yield from _table(
         head,
         (
             (r["text"], r["precision"], r["method"], r["num_tokens"], *r["num_steps"], r["speedup"], r["is_equal"])
             for r in rows
+            if "speedup" in r
         ),
     )
+    yield "\nNumbers of drafts, in int8, several prompts at once: the speed-up over none of the engine's"
+    yield "own choice, and of fixed numbers. Random text is drawn at temperature 4, where hardly a draft is right.\n"
+    names = ("text", "method", "num_prompts", "chosen", "fixed", "of_best", "is_equal")
+    yield from _table(
+        ("text", "drafts", "prompts", "chosen", "fixed numbers", "of the best", "equal"),
+        ([(r | {"fixed": _fixed(r)}).get(n, "") for n in names] for r in rows if "chosen" in r),
+    )
+
+
+def _fixed(row: Row) -> str:
+    return ", ".join(f"{number}: {speedup}" for number, speedup in row.get("fixed", {}).items())
+
+
+def _speculation_peers(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("Speculation of other engines", "python -m benchmarks speculation --peers")
+    yield "The twin, drafted by lookup or by quire-draft, bfloat16, greedy, one request at a time, all engines in turn:"
+    yield "each one's speed-up over itself without drafts, and whether its outputs stayed the same.\n"
+    names = ("engine", "method", "speedup", "is_equal", "left_out")
+    found = [r for r in rows if "speedup" in r or "left_out" in r]
+    yield from _table(names, ([r.get(n, "") for n in names] for r in found))
 
 
 def _latency(rows: Sequence[Row], plots: Path) -> Iterator[str]:
@@ -349,12 +379,14 @@ _SECTIONS: dict[str, Callable[[Sequence[Row], Path], Iterator[str]]] = {
     "mixture": _mixture,
     "formats": _formats,
     "adapters": _adapters,
+    "fallback": _fallback,
     "embeddings": _embeddings,
     "beside": _beside,
     "ready": _ready,
     "parts": _parts,
     "rest": _rest,
     "speculation": _speculation,
+    "speculation_peers": _speculation_peers,
     "latency": _latency,
     "growth": _growth,
     "kernels": _kernels,

@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from quire import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from quire import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
+from quire.common.params import PoolingTask
 
 VOCAB = range(3, 8000)
-Wish = tuple[str, Any, SamplingParams | BeamSearchParams | None]
+Params = SamplingParams | BeamSearchParams | PoolingParams
+Wish = tuple[str, Any, Params | None]
 """Request id, prompt and params. Without params, the prompt is a pair (context, continuation) to score."""
 
 
@@ -25,7 +27,7 @@ def workload(number: int) -> list[Wish]:
     common = rng.choices(VOCAB, k=rng.randint(4, 11))
     kinds = ["plain", "sampled", "samples", "beams", "grammar", "stop", "logprobs", "changed", "processed", "scored"]
     chosen = [*rng.sample(kinds, k=rng.randint(4, 7)), "plain"]
-    wishes = []
+    wishes = list[Wish]()
     for place, kind in enumerate(chosen):
         own = rng.choices(VOCAB, k=rng.randint(1, 8))
         prompt: Any = common + own if rng.random() < 0.5 else own
@@ -33,6 +35,20 @@ def workload(number: int) -> list[Wish]:
         if kind == "stop" and rng.random() < 0.7:
             prompt = rng.choice(["def add(a, b):", "import os", "The list of"])
         wishes.append((request_id, (prompt, own) if kind == "scored" else prompt, _params(kind, rng)))
+    return wishes
+
+
+def pooling_workload(number: int) -> list[Wish]:
+    """Return five to eight requests for vectors, always the same for one number."""
+    rng = random.Random(f"pooling workload {number}")
+    common = rng.choices(VOCAB, k=rng.randint(4, 11))
+    wishes = list[Wish]()
+    for place in range(rng.randint(5, 8)):
+        own = rng.choices(VOCAB, k=rng.randint(1, 8))
+        prompt: Any = rng.choice([common + own, own, "def add(a, b):", "import os"])
+        task: PoolingTask = rng.choice(("embed", "embed", "token_embed"))
+        params = PoolingParams(task=task, normalize=rng.choice([None, False]), tenant=rng.choice("ab"))
+        wishes.append((f"{place} {task}", prompt, params))
     return wishes
 
 

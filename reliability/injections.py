@@ -4,10 +4,11 @@
 
 The engine runs the embedded model in small caches, so that requests share prefixes, wait, are swapped and recomputed.
 Each injection runs a workload (greedy and sampled requests, samples, beams, grammars, stop strings, processors,
-log-probabilities, scores) with one fault, chosen by the seed: at a fault point of `quire.common.faults`, in a native
-kernel's allocation, or in the executor whenever a certain request runs. Afterwards every other request must have the
-same output, to the last bit of its log-probabilities, as without the fault; a fault in the common work of a step must
-have ended no request; block accounting must be consistent after every step; and no block may be in use at the end.
+log-probabilities, scores, or vectors of a model that pools) with one fault, chosen by the seed: at a fault point of
+`quire.common.faults`, in a native kernel's allocation, or in the executor whenever a certain request runs. Afterwards
+every other request must have the same output, to the last bit of its log-probabilities and vectors, as without the
+fault; a fault in the common work of a step must have ended no request; block accounting must be consistent after every
+step; and no block may be in use at the end.
 Prints counts by fault point and a line of JSON. `--only` repeats injections by their numbers.
 """
 
@@ -34,7 +35,7 @@ from quire.common.faults import Fault, Injected, inject
 from quire.runner.memory_plan import plan_memory
 from quire.runner.worker import Worker
 from quire.text.tokenizer.tokenizer import Tokenizer
-from reliability.injection_workloads import Wish, workload
+from reliability.injection_workloads import Wish, pooling_workload, workload
 from reliability.page import record, table
 
 NUM_WORKLOADS = 24
@@ -44,6 +45,7 @@ PERSISTENT = "executor.request"
 OWN = {
     *("blocks.allocate", "blocks.append", "blocks.swap_out", "blocks.swap_in", "tokenizer.encode", "grammar.compile"),
     *("grammar.mask", "sampler.row", "commit.sequence", "detokenizer.append", "detokenizer.text", "output.make"),
+    "pool.sequence",
 }
 """Fault points in the work for one request, which a failure ends."""
 COMMON = {
@@ -65,6 +67,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "fair": {"num_gpu_blocks_override": 14, "num_host_blocks": 10, "scheduling_policy": "fair"},
     "by prefix": {"num_gpu_blocks_override": 24, "num_host_blocks": 0, "scheduling_policy": "prefix"},
     "uncached": {"num_gpu_blocks_override": 12, "num_host_blocks": 40, "enable_prefix_caching": False},
+    "pooling": {"num_gpu_blocks_override": 14, "num_host_blocks": 10, "scheduling_policy": "fair", "runner": "pooling"},
 }
 """Configurations of the engine: its arguments, and the blocks of the host tier."""
 
@@ -114,8 +117,12 @@ class Scene:
 
     def __init__(self) -> None:
         self.engines = {setup: make_engine(setup) for setup in SETUPS}
-        self.expected: dict[int, Outcome] = {}
+        self._expected: dict[tuple[int, bool], Outcome] = {}
         self._passes: dict[tuple[int, str], dict[str, int]] = {}
+
+    def expected(self, number: int, setup: str) -> Outcome:
+        """The outcome of a workload without faults."""
+        return self._expected[number, pools(setup)]
 
     def renew(self, setup: str) -> None:
         """Replace a broken engine by a new one."""
@@ -124,13 +131,13 @@ class Scene:
     def passes(self, number: int, setup: str) -> dict[str, int]:
         """Return how often a workload passes each fault point without faults."""
         if (number, setup) not in self._passes:
-            wishes = workload(number)
+            wishes = wishes_of(number, setup)
             outcomes = [self.run(wishes, setup)]
             with ExitStack() as stack:
                 points = sorted((OWN | COMMON) - {"memory.native"})
                 counting = [stack.enter_context(inject(Fault(point, after=10**9))) for point in points]
                 outcomes.append(self.run(wishes, setup, fresh_grammars=True))
-            expected = self.expected.setdefault(number, outcomes[0])
+            expected = self._expected.setdefault((number, pools(setup)), outcomes[0])
             assert all(outcome.said == expected.said for outcome in outcomes), "equal requests have different outputs"
             assert not expected.errors, expected.errors
             passed = {injected.fault.point: injected.num_passed for injected in counting}
@@ -172,7 +179,17 @@ class Scene:
         outcome.said[output.request_id] = [
             (one.token_ids, one.text, one.finish_reason, one.stop_reason, one.cumulative_logprob, one.logprobs)
             for one in output.outputs
-        ] + [(output.prompt_logprobs,)]
+        ] + [(output.prompt_logprobs, None if output.pooled is None else output.pooled.tobytes())]
+
+
+def pools(setup: str) -> bool:
+    """Whether the engines of a configuration pool."""
+    return SETUPS[setup].get("runner") == "pooling"
+
+
+def wishes_of(number: int, setup: str) -> list[Wish]:
+    """The requests of a workload for engines of this configuration."""
+    return pooling_workload(number) if pools(setup) else workload(number)
 
 
 def make_engine(setup: str) -> LLMEngine:
@@ -222,7 +239,7 @@ def choose(seed: int, number: int, passes: Callable[[int, str], dict[str, int]],
     where = rng.randrange(num_workloads), rng.choice(list(SETUPS))
     passed = passes(*where)
     if rng.random() < 0.08:
-        victim = rng.choice(workload(where[0]))[0]
+        victim = rng.choice(wishes_of(*where))[0]
         return Injection(*where, PERSISTENT, None, victim, rng.randrange(8))
     point = rng.choice(sorted(point for point, count in passed.items() if count))
     after = int(passed[point] * rng.random() ** 2)  # mostly early, since a fault changes later passes
@@ -237,7 +254,8 @@ def disturb(scene: Scene, injection: Injection) -> tuple[Outcome, int, Collectio
 
     The ids are None if any request may have ended, at most one per failure.
     """
-    engine, given = scene.engines[injection.setup], (workload(injection.workload), injection.setup)
+    given = wishes_of(injection.workload, injection.setup), injection.setup
+    engine = scene.engines[injection.setup]
     if injection.fault is None:
         failing = OneFails(engine, injection.victim, injection.from_step)
         engine.executor = failing
@@ -255,6 +273,8 @@ def _who_ends(injection: Injection, injected: Injected, outcome: Outcome) -> Col
     fault = injected.fault
     if fault.action == "delay" or not injected.num_fired:
         return ()
+    if injection.point.startswith("memory.") and pools(injection.setup):
+        return None  # it may hit the pooling of one text, which is that request's own work
     if injection.point in COMMON:
         return ()  # it fires twice at most, so the isolated candidates do not fail again
     subjects = [subject for subject in injected.subjects if subject is not None]
@@ -266,7 +286,7 @@ def _who_ends(injection: Injection, injected: Injected, outcome: Outcome) -> Col
 
 def complaint(scene: Scene, injection: Injection) -> tuple[str | None, int, int]:
     """Run an injection. Returns what is wrong (None if nothing), how often it fired, and how many requests it ended."""
-    expected = scene.expected[injection.workload]
+    expected = scene.expected(injection.workload, injection.setup)
     try:
         outcome, num_fired, ought_to_end = disturb(scene, injection)
     except (AssertionError, EngineBrokenError) as error:

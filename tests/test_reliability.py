@@ -44,9 +44,11 @@ def test_a_short_soak_leaves_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "found"), [("files", "files more"), ("blocks", "blocks are in use")])
-def test_a_planted_leak_is_found(kind: str, found: str) -> None:
-    done = soak("--plant-leak", kind, "--fault-probability", "0", "--settle-s", "15")
+@pytest.mark.parametrize(
+    ("kind", "settle_s", "found"), [("files", "15", "files more"), ("blocks", "3", "blocks are in use")]
+)
+def test_a_planted_leak_is_found(kind: str, settle_s: str, found: str) -> None:
+    done = soak("--plant-leak", kind, "--fault-probability", "0", "--settle-s", settle_s, "--minutes", "0.05")
     assert done.returncode == 1, done.stdout
     assert any(found in wrong for wrong in json.loads(done.stdout)["wrong"])
 

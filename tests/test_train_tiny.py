@@ -104,6 +104,27 @@ def test_a_few_steps_write_adapters_that_load(
         assert adapted < plain / 2
 
 
+def test_a_few_steps_write_an_eagle_head_whose_drafts_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from quire import LLM, SamplingParams
+    from tools.train_tiny import eagle
+
+    summary = "Return the sum of a and b, or of all their elements if both are sequences of numbers."
+    toy = {"source": ["x = 1\ny = 2\nz = x + y\n" * 60], "summaries": {"add": summary}}
+    (tmp_path / "data.json").write_text(json.dumps(toy))
+    monkeypatch.setattr(eagle, "RECIPE", eagle.Recipe(lr=2e-2, chat_share=1.0, seq_len=48, batch_size=2))
+    monkeypatch.setattr(sys, "argv", ["eagle", str(tmp_path / "data.json"), str(tmp_path), "--steps", "60"])
+    eagle.main()
+    losses = [float(line.split()[3].rstrip(",")) for line in capsys.readouterr().out.splitlines()]
+    assert losses[-1] < losses[0] * 0.7
+    llm = LLM(speculative_config={"model": str(tmp_path), "num_speculative_tokens": 2, "adaptive": False})
+    prompt = f"<|im_start|>user\nWhat does add do?<|im_end|>\n<|im_start|>assistant\n{summary[:30]}"
+    llm.generate(prompt, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    stats = llm.engine.scheduler.drafting.stats["model"]
+    assert stats.num_accepted > 0
+
+
 def test_a_short_run_learns_and_writes_a_loadable_checkpoint(train: ModuleType, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,5 @@
-"""What is made in the shape of a dense checkpoint: the same in AWQ's or GPTQ's format, and LoRA adapters for it."""
+"""What is made beside a dense checkpoint: the same in AWQ's or GPTQ's format, LoRA adapters for it, and Qwen3-0.6B's
+shape with its tokenizer."""
 
 import json
 import shutil
@@ -74,3 +75,26 @@ def ensure_adapters(checkpoint: Path, folder: Path) -> list[Path]:
             config |= {"base_model_name_or_path": checkpoint.name, "task_type": "CAUSAL_LM"}
             (each / "adapter_config.json").write_text(json.dumps(config))
     return folders
+
+
+def ensure_qwen3(checkpoint: Path, folder: Path) -> Path:
+    """Write a checkpoint of Qwen3-0.6B's shape with random weights, as transformers makes them, unless it exists; the
+    tokenizer is the given one's."""
+    if not (folder / "config.json").exists():
+        import torch
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        sizes: dict[str, Any] = {
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 8,
+        }
+        torch.manual_seed(0)
+        config = Qwen3Config(**sizes, num_attention_heads=16, tie_word_embeddings=True, dtype="bfloat16")
+        partial = folder.with_name(f"{folder.name}.partial")
+        Qwen3ForCausalLM(config).bfloat16().save_pretrained(partial)
+        for path in checkpoint.glob("*token*.json"):
+            shutil.copy(path, partial)
+        partial.rename(folder)
+    return folder

@@ -1,7 +1,10 @@
-"""Write a Qwen2 checkpoint as GGUF: `convert_to_gguf CHECKPOINT BF16|Q8_0|Q4_K_M OUT`. Run in llama.cpp's environment.
+"""Write a Qwen2 or Llama checkpoint as GGUF: `convert_to_gguf CHECKPOINT BF16|Q8_0|Q4_K_M OUT`.
+
+Run in llama.cpp's environment.
 
 Q4_K_M is a mixture that llama.cpp itself makes of a BF16 file. It groups 256 weights of a row; for rows that are not a
-multiple of that it takes Q5_0 or Q8_0 instead.
+multiple of that it takes Q5_0 or Q8_0 instead. A Llama checkpoint, whose layers have no biases, is written as a Qwen2
+whose biases are 0.
 """
 
 import json
@@ -80,6 +83,7 @@ def bfloat16_tensors(path: Path) -> Iterator[tuple[str, Any]]:
 def write(folder: Path, weight_format: str, out: Path) -> None:
     """Write a file with all matrices in one format."""
     import gguf
+    import numpy as np
 
     matrix_kind = gguf.GGMLQuantizationType[weight_format]
     config = json.loads((folder / "config.json").read_text())
@@ -87,6 +91,9 @@ def write(folder: Path, weight_format: str, out: Path) -> None:
     add_settings(writer, config)
     add_vocabulary(writer, (folder / "tokenizer.json").read_text(), config["vocab_size"], config["eos_token_id"])
     for name, values in bfloat16_tensors(folder / "model.safetensors"):
+        if config["model_type"] == "llama" and name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            biases = np.zeros(len(values), np.float32)
+            writer.add_tensor(gguf_name(name).replace("weight", "bias"), biases)
         kind = matrix_kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from benchmarks.checkpoints.derived import RANK, ensure_adapters, ensure_packed
 
@@ -100,6 +100,7 @@ class Quire(Engine):
     """This checkout, run by the interpreter that runs the benchmarks."""
 
     name = "quire"
+    arguments: ClassVar[Mapping[str, Any]] = {}
 
     @property
     def python(self) -> Path:
@@ -113,13 +114,20 @@ class Quire(Engine):
 
     def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
         """Return the command; Quire quantizes the weights itself."""
-        arguments = {"max_model_len": max_model_len}
         quantization = {} if self.precision == "bfloat16" else {"quantization": self.precision}
-        return self._driver("quire_engine", checkpoint, json.dumps(arguments | quantization))
+        arguments = {**self.arguments, "max_model_len": max_model_len} | quantization
+        return self._driver("quire_engine", checkpoint, json.dumps(arguments))
 
     def variables(self) -> Mapping[str, str]:
         """Return the path of this checkout, in case it is not installed."""
         return {"PYTHONPATH": str(ROOT / "src")}
+
+
+class QuireFallback(Quire):
+    """This checkout on the library's modules, also where it has a model of its own."""
+
+    name = "quire-transformers"
+    arguments: ClassVar[Mapping[str, Any]] = {"model_impl": "transformers"}
 
 
 class QuireGguf(Quire):
@@ -272,7 +280,9 @@ class LlamaCpp(Engine):
         return converted
 
 
-ENGINES: tuple[type[Engine], ...] = (Quire, QuireGguf, QuirePacked, Vllm, Transformers, OpenVino, LlamaCpp)
+ENGINES: tuple[type[Engine], ...] = (
+    Quire, QuireFallback, QuireGguf, QuirePacked, Vllm, Transformers, OpenVino, LlamaCpp,
+)  # fmt: skip
 """All engines; Quire is first, because the others are compared with it."""
 PRECISIONS: Mapping[str, tuple[type[Engine], ...]] = {
     "bfloat16": (Quire, Vllm, Transformers, OpenVino, LlamaCpp),

@@ -9,6 +9,7 @@
 
 #include <cstring>
 
+#include "attention/latents.h"
 #include "attention/look_ahead.h"
 #include "attention/plan.h"
 #include "attention/tile.h"
@@ -36,6 +37,9 @@ class AttentionTask {
 
   void run(LookAhead<C>& ahead) {
     stage_queries();
+    if constexpr (!kInt8) {
+      if (a_.has_latents()) arrange_queries(a_, s_, rows_, query(0));
+    }
     KeyTile<C> tile;
     const KeyRange keys = key_range(a_, item_);
     int64_t start = keys.first / kTileKeys * kTileKeys;
@@ -49,7 +53,7 @@ class AttentionTask {
         ahead.begin_tile();
         for (int64_t head = 0; head < item_.num_kv_heads; ++head) {
           locate(start, first, last, item_.kv_head + head, tile);
-          if (stages()) stage_values(tile, first, last, a_.value_dim, a_.row_stride, s_.values);
+          if (stages()) stage_values(tile, first, last, 0, a_.value_dim, a_.row_stride, s_.values);
           run_tile(tile, head * head_rows_, state, ahead);
         }
       }
@@ -80,8 +84,9 @@ class AttentionTask {
   }
   float* row_sums(const State& state, int64_t r) const { return state.rows + (r + 1) * a_.row_stride - 16; }
 
-  // Whether values are made into lanes once for all rows, not by each block of rows for itself.
-  bool stages() const { return head_rows_ > kMostAttentionRows || a_.value_dim % (4 * W) != 0; }
+  // Whether values are made into lanes once for all rows, not by each block of rows for itself. Latents are so wide
+  // that some of their dimensions at a time are.
+  bool stages() const { return !a_.has_latents() && (head_rows_ > kMostAttentionRows || a_.value_dim % (4 * W) != 0); }
 
   typename Lane::Query* query(int64_t r) const {
     return reinterpret_cast<typename Lane::Query*>(s_.queries) + r * a_.head_dim;
@@ -158,8 +163,7 @@ class AttentionTask {
     C* packed = reinterpret_cast<C*>(s_.packed_keys);
     tile.start = start;
     tile.lane_stride = kPack * (in_place ? a_.block_size : kTileKeys);
-    const C* keys[kTileKeys];
-    const C** rows = a_.has_latents() ? tile.values : keys;
+    const C* rows[kTileKeys];
     for (int64_t key = first; key < last;) {
       const int64_t run = min_of(last - key, a_.block_size - (start + key) % a_.block_size);
       const BlockSlot<C> slot = find_slot<C>(a_, item_.seq, kv_head, start + key);
@@ -169,12 +173,13 @@ class AttentionTask {
       } else if (!a_.has_key_rows()) {
         pack_keys(slot.keys, run, packed + key * kPack);
       } else {
-        for (int64_t i = 0; i < run; ++i) keys[key + i] = slot.keys + i * a_.head_dim;
+        for (int64_t i = 0; i < run; ++i) rows[key + i] = slot.keys + i * a_.head_dim;
       }
       key += run;
     }
     for (int64_t i = 0; i < first; ++i) tile.values[i] = tile.values[first];
     for (int64_t i = last; i < kTileKeys; ++i) tile.values[i] = tile.values[first];
+    if (a_.has_latents()) return;
     if (a_.has_key_rows()) {
       for (int64_t i = 0; i < first; ++i) rows[i] = rows[first];
       for (int64_t i = last; i < kTileKeys; ++i) rows[i] = rows[first];
@@ -183,7 +188,8 @@ class AttentionTask {
       const bool is_seen = v >= first / W && v <= (last - 1) / W;
       if (!in_place) {
         tile.vectors[v] = packed + v * W * kPack;
-        if (a_.has_key_rows() && is_seen) lanes_of_rows(rows + v * W, key_lanes<C>(a_), packed + v * W * kPack);
+        if (a_.has_key_rows() && is_seen)
+          lanes_of_rows(rows + v * W, key_lanes<C>(a_), kTileKeys, packed + v * W * kPack);
       } else if (!is_seen) {
         tile.vectors[v] = tile.vectors[first / W];
       }
@@ -200,12 +206,14 @@ class AttentionTask {
   // Let the head's rows, from `row` on, see one tile. Beside the work on few rows, what comes later is fetched; many
   // rows leave the processor's own prefetchers time enough.
   void run_tile(const KeyTile<C>& tile, int64_t row, const State& state, LookAhead<C>& ahead) const {
-    const int64_t blocks = head_rows_ <= kMostAttentionRows ? 1 : (head_rows_ + kAttentionRows - 1) / kAttentionRows;
+    const int64_t most = a_.has_latents() ? kMostAttentionRows : kAttentionRows;
+    const int64_t blocks = head_rows_ <= kMostAttentionRows ? 1 : (head_rows_ + most - 1) / most;
+    const auto row_of = [&](int64_t b) {
+      return row + (a_.has_latents() ? min_of(b * most, head_rows_) : head_rows_ * b / blocks);
+    };
     for (int64_t r = row; r < row + head_rows_; ++r) s_.references[r] = -kInfinity;
     for (int64_t block = 0; block < blocks; block += kPassBlocks) {
-      run_blocks(
-          tile, block, min_of(block + kPassBlocks, blocks), [&](int64_t b) { return row + head_rows_ * b / blocks; },
-          state, blocks <= 2 ? &ahead : nullptr);
+      run_blocks(tile, block, min_of(block + kPassBlocks, blocks), row_of, state, blocks <= 2 ? &ahead : nullptr);
     }
   }
 
@@ -224,13 +232,19 @@ class AttentionTask {
       }
     };
     const auto fetch = [&](int64_t row) { return row == begin_row ? ahead : nullptr; };
+    if constexpr (!kInt8) {
+      if (a_.has_latents()) score_latents(a_, s_, tile, begin_row, end_row, ahead);
+    }
     for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
-      with_rows<kMostAttentionRows>(rows, [&]<int R>() {
-        constexpr int kVectors = kAttentionVectors<R>;
-        for (int64_t v = first / W / kVectors * kVectors; v * W < last; v += kVectors) {
-          score_keys<kVectors, C, R>(tile, fetch(row), v, a_.head_dim, query(row), s_.query_scales + row, scores(row));
-        }
-      });
+      if (!a_.has_latents()) {
+        with_rows<kMostAttentionRows>(rows, [&]<int R>() {
+          constexpr int kVectors = kAttentionVectors<R>;
+          for (int64_t v = first / W / kVectors * kVectors; v * W < last; v += kVectors) {
+            score_keys<kVectors, C, R>(tile, fetch(row), v, a_.head_dim, query(row), s_.query_scales + row,
+                                       scores(row));
+          }
+        });
+      }
       const int64_t vector = first / W, vectors_end = (last + W - 1) / W;
       if (a_.changes_scores()) {
         change_scores(tile.start, row, rows, vector, vectors_end, scores(row));
@@ -252,11 +266,14 @@ class AttentionTask {
       }
       if constexpr (kInt8) quantize_probs(tile, a_.head_dim, rows, scores(row), vector, vectors_end, s_.steps + row);
     });
+    if constexpr (!kInt8) {
+      if (a_.has_latents()) return add_latents(a_, s_, tile, begin_row, end_row, state.rows);
+    }
     for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
       with_rows<kMostAttentionRows>(rows, [&]<int R>() {
         constexpr int kVectors = kAttentionVectors<R>;
         const auto add = [&]<int V, bool kStaged>(int64_t dim) {
-          add_values<V, C, R, kStaged>(s_.values, tile, fetch(row), dim, first, last, scores(row), s_.decay + row,
+          add_values<V, C, R, kStaged>(s_.values + dim, tile, fetch(row), dim, first, last, scores(row), s_.decay + row,
                                        s_.steps + row, state.rows + row * a_.row_stride, a_.row_stride);
         };
         int64_t dim = 0;
@@ -298,15 +315,6 @@ class AttentionTask {
       if (relative.of_query != nullptr) sum += relative.of_query[(item_.token_begin + r / token_rows_) * row + term];
       if (relative.of_key != nullptr) sum += relative.of_key[(a_.query_start[item_.seq] + start + i) * row + term];
       scores[i] += sum * factor;
-    }
-  }
-
-  template <int R, typename Call>
-  static void with_rows(int64_t rows, const Call& call) {
-    if (rows == R) {
-      call.template operator()<R>();
-    } else if constexpr (R > 1) {
-      with_rows<R - 1>(rows, call);
     }
   }
 

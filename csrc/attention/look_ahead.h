@@ -81,6 +81,12 @@ class LookAhead {
     for (int l = 0; l < kLines; ++l) prefetch(line + l * 64);
   }
 
+  // The address of the next `bytes`, of one piece, for the caller to fetch; null: there are none.
+  const char* take(int64_t bytes) {
+    if (next_ >= piece_end_ && !next_piece()) return nullptr;
+    return std::exchange(next_, next_ + bytes);
+  }
+
  private:
   void enter_item() {
     const KeyRange keys = key_range(a_, *item_);

@@ -20,6 +20,9 @@ namespace {
 constexpr int64_t kInlineWork = 1 << 20;
 // More items than threads, so that the last ones to finish do not leave the other threads idle for long.
 constexpr int64_t kItemsPerThread = 4;
+// Query rows that share one pass over the keys of a text without a cache, which each item makes into lanes for itself:
+// more than kItemRows, where there are enough of them for all threads.
+constexpr int64_t kTextItemRows = 384;
 // Runs of items, in each of which the first keys of an item are fetched during the one before.
 constexpr int64_t kTasksPerThread = 6;
 // Keys and values of a tile: with those fetched for the next two they fit into a common second-level cache.
@@ -59,7 +62,9 @@ AttentionScratch thread_scratch(DType dtype, const AttentionArgs& args, int64_t 
   ask_for_memory();
   const int64_t lanes = args.int8_cache ? args.head_dim / 4 + 2 : args.head_dim / (dtype == kBFloat16 ? 2 : 1);
   // Vectors are 4, 8 or 16 lanes wide.
-  const int64_t packed = args.block_size % 16 == 0 && !args.has_key_rows() ? 0 : lanes * kTileKeys;
+  const int64_t packed = args.has_latents()                                  ? lanes * ((rows + 15) / 16 * 16)
+                         : args.block_size % 16 == 0 && !args.has_key_rows() ? 0
+                                                                             : lanes * kTileKeys;
   state.positions.resize(3 * static_cast<size_t>(rows));
   float* next = state.floats.reserve(rows * (2 * args.row_stride + args.head_dim + 6) +
                                      kTileKeys * (kPassRows + args.row_stride) + packed);
@@ -290,14 +295,17 @@ void paged_attention(DType dtype, const AttentionArgs& args) {
   plan.split.clear();
   plan.partial_floats = plan.work = 0;
   const int64_t group = args.num_heads / args.num_kv_heads;
-  const int64_t tokens_per_item = std::max<int64_t>(1, kItemRows / group);
+  const int64_t threads = num_threads();
+  const bool is_of_many = args.num_tokens * args.num_heads >= kItemsPerThread * threads * kTextItemRows;
+  const int64_t item_rows = args.block_tables == nullptr && is_of_many ? kTextItemRows : kItemRows;
+  const int64_t tokens_per_item = std::max<int64_t>(1, item_rows / group);
   make_items(args, tokens_per_item, heads_per_item(dtype, args), plan);
   sections_read = 0;
   for (const AttentionItem& item : plan.items) {
     sections_read += (item.section_end - item.section_begin) * item.num_kv_heads;
   }
 
-  const int64_t threads = num_threads(), rows = std::max(tokens_per_item * group, kItemRows);
+  const int64_t rows = std::max(tokens_per_item * group, item_rows);
   const AttentionTable& table = kernels().attention;
   const bool is_small = threads == 1 || 2 * plan.work * args.head_dim < kInlineWork;
   if (!is_small) {

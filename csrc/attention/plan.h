@@ -118,7 +118,7 @@ struct AttentionScratch {
   float* part;          // [rows * (row_stride + 1)]
   float* scores;        // [kPassRows, kTileKeys]
   float* values;        // [kTileKeys, row_stride] four-byte lanes
-  float* packed_keys;   // [lanes of a key, kTileKeys] four-byte lanes
+  float* packed_keys;   // [lanes of a key, kTileKeys] four-byte lanes; of latents, the queries' lanes
   float* queries;       // [rows, head_dim] of float, bf16 or int16
   float* query_scales;  // [rows], as what follows
   float* references;

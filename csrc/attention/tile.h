@@ -85,9 +85,9 @@ QUIRE_INLINE void transpose(i32 (&rows)[W]) {
   if constexpr (kDistance > 1) transpose<kDistance / 2>(rows);
 }
 
-// The lanes of W rows, each `count` lanes in one piece -> out[lane][row], lanes kTileKeys apart.
+// The lanes of W rows, each `count` lanes in one piece -> out[lane][row], lanes `stride` apart.
 template <typename C>
-static inline void lanes_of_rows(const C* const* rows, int64_t count, C* out) {
+static inline void lanes_of_rows(const C* const* rows, int64_t count, int64_t stride, C* out) {
   constexpr int64_t kPack = KeyLane<C>::kPack;
   int64_t lane = 0;
   for (; lane + W <= count; lane += W) {
@@ -96,15 +96,25 @@ static inline void lanes_of_rows(const C* const* rows, int64_t count, C* out) {
     for (int i = 0; i < W; ++i) square[i] = load_lanes(rows[i] + lane * kPack);
     transpose(square);
     QUIRE_UNROLL
-    for (int i = 0; i < W; ++i) store_lanes(out + (lane + i) * kTileKeys * kPack, square[i]);
+    for (int i = 0; i < W; ++i) store_lanes(out + (lane + i) * stride * kPack, square[i]);
   }
   for (; lane < count; ++lane) {
-    for (int i = 0; i < W; ++i) std::memcpy(out + (lane * kTileKeys + i) * kPack, rows[i] + lane * kPack, 4);
+    for (int i = 0; i < W; ++i) std::memcpy(out + (lane * stride + i) * kPack, rows[i] + lane * kPack, 4);
   }
 }
 
 // e^v becomes 2^(v log2 e): the scale of scores takes the factor.
 constexpr float kLog2E = 1.44269504f;
+
+// Calls call.operator()<rows>() for the number of rows, at most R.
+template <int R, typename Call>
+static inline void with_rows(int64_t rows, const Call& call) {
+  if (rows == R) {
+    call.template operator()<R>();
+  } else if constexpr (R > 1) {
+    with_rows<R - 1>(rows, call);
+  }
+}
 
 // 2^v for v <= 0, within 2 ulp, exactly 1 for 0. 0 below -126 (no denormals) and for NaN.
 QUIRE_INLINE f32 exp2_negative(f32 v) {
@@ -215,21 +225,22 @@ struct ValueLane<int8_t> : ValuePairs {
   QUIRE_INLINE f32 end(i32 acc, f32 before, f32 step) { return fma(__builtin_convertvector(acc, f32), step, before); }
 };
 
-// staged[i][dim], rows `stride` apart: lane i of the values, for keys [first, last); what pads head_dim becomes 0.
+// staged[i][d], rows `stride` apart: lane i of the values' dimensions [begin, end), for keys [first, last); what pads
+// them becomes 0.
 template <typename C>
-static inline void stage_values(const KeyTile<C>& tile, int64_t first, int64_t last, int64_t head_dim, int64_t stride,
-                                float* staged) {
+static inline void stage_values(const KeyTile<C>& tile, int64_t first, int64_t last, int64_t begin, int64_t end,
+                                int64_t stride, float* staged) {
   using Lane = ValueLane<C>;
   constexpr int64_t kDims = Lane::kVectors * W;
   for (int64_t i = first / Lane::kKeys; i * Lane::kKeys < last; ++i) {
     const auto stage = [&](int64_t dim, int64_t n) {
       typename Lane::Vector value[Lane::kVectors];
       Lane::make(tile.values + i * Lane::kKeys, dim, n, value);
-      for (int64_t v = 0; v < Lane::kVectors; ++v) Lane::store(staged + i * stride + dim + v * W, value[v]);
+      for (int64_t v = 0; v < Lane::kVectors; ++v) Lane::store(staged + i * stride + dim - begin + v * W, value[v]);
     };
-    int64_t dim = 0;
-    for (; dim + kDims <= head_dim; dim += kDims) stage(dim, kDims);
-    if (dim < head_dim) stage(dim, head_dim - dim);
+    int64_t dim = begin;
+    for (; dim + kDims <= end; dim += kDims) stage(dim, kDims);
+    if (dim < end) stage(dim, end - dim);
   }
 }
 
@@ -315,8 +326,8 @@ static inline void quantize_probs(const KeyTile<int8_t>& tile, int64_t head_dim,
 }
 
 // out[r] = out[r] * decay[r] + steps[r] * sum of probs[r] * values over the lanes of keys [first, last) in order, for V
-// vectors of dimensions from `dim` on of R rows. Without staged values (null) these must be whole vectors of the
-// tile's. As many lines as are read are fetched ahead meanwhile, if `ahead` is not null.
+// vectors of dimensions from `dim` on of R rows. `staged` begins with dimension `dim`; without staged values these must
+// be whole vectors of the tile's. As many lines as are read are fetched ahead meanwhile, if `ahead` is not null.
 template <int V, typename C, int R, bool kStaged, typename Ahead>
 static inline void add_values(const float* staged, const KeyTile<C>& tile, Ahead* ahead, int64_t dim, int64_t first,
                               int64_t last, const float* probs, const float* decay, const float* steps, float* out,
@@ -332,7 +343,7 @@ static inline void add_values(const float* staged, const KeyTile<C>& tile, Ahead
     typename Lane::Vector value[V];
     if constexpr (kStaged) {
       QUIRE_UNROLL
-      for (int v = 0; v < V; ++v) value[v] = Lane::load(staged + i * row_stride + dim + v * W);
+      for (int v = 0; v < V; ++v) value[v] = Lane::load(staged + i * row_stride + v * W);
     } else {
       QUIRE_UNROLL
       for (int v = 0; v < V; v += Lane::kVectors) {

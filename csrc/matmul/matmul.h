@@ -93,7 +93,7 @@ QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stri
 // Runs R rows of x through `units` units of k of G vectors of columns: from zero, or on from the parked sums.
 template <typename T>
 struct PackedTile {
-  static constexpr int kMost = kMaxVectors;
+  static constexpr int kMost = kMaxVectors, kMostRows = kTileRows;
 
   template <int R, int G>
   static void run(const Staged<T>* x, int64_t x_stride, const char* weight, int64_t panel_bytes, int64_t units,

@@ -40,10 +40,10 @@ constexpr int tile_vectors(int rows, int most) {
   return vectors;
 }
 
-// Tile::run<R, G> for these numbers of rows and vectors (up to tile_vectors(rows, Tile::kMost)).
+// Tile::run<R, G> for these numbers of rows, up to Tile::kMostRows, and vectors, up to tile_vectors(rows, Tile::kMost).
 template <typename Tile, int R = 1>
 static auto tile_function(int64_t rows, int64_t vectors) {
-  if constexpr (R < kTileRows) {
+  if constexpr (R < Tile::kMostRows) {
     if (rows > R) return tile_function<Tile, R + 1>(rows, vectors);
   }
   if constexpr (tile_vectors(R, Tile::kMost) >= 8) {

@@ -7,10 +7,8 @@
 #pragma once
 
 #include "isa/rows.h"
-#include "matmul/tiles.h"
-#include "quantized/quads.h"
 #include "quantized/rotation.h"
-#include "quantized/unpack.h"
+#include "quantized/tile.h"
 
 namespace quire::QUIRE_ISA {
 
@@ -20,39 +18,21 @@ constexpr float kQuantizedZero = 1e-30f;
 // Rows of x that are kept quantized at once: enough that reading the weights anew for the next ones costs nothing.
 constexpr int64_t kMostQuantizedRows = 512;
 
-// The most rows of a tile whose weights have small groups: its sums fill registers beside the accumulators.
-constexpr int kGroupedRows = kTileRows < 8 ? kTileRows : 8;
-
-// A row of x as the tiles read it: its values, then of each group its scale, then what the sum of its products lacks
-// because stored integers have too much (QuantizedFormat::zero), then the sum of its values times the scale.
-struct QuantizedRow {
-  int64_t k, group, groups, zero;
-  bool has_mins;
-  int64_t scales_at, lacks_at, sums_at, bytes;
-
-  QUIRE_MEMBER explicit QuantizedRow(const QuantizedShape& shape)
-      : k(shape.k),
-        group(shape.format.group),
-        groups(shape.groups()),
-        zero(shape.format.zero),
-        has_mins(shape.format.min != Number::kNone),
-        scales_at(groups * group * int64_t(sizeof(XValue))),
-        lacks_at(scales_at + groups * int64_t(sizeof(float))),
-        sums_at(lacks_at + groups * int64_t(sizeof(int32_t))),
-        // Odd numbers of cache lines keep rows out of each other's sets.
-        bytes((ceil_div(sums_at + (has_mins ? groups : 0) * int64_t(sizeof(float)), 64) | 1) * 64) {}
-};
-
 // The largest magnitude of a row; NaN if an element is not finite.
 template <typename T>
 static float largest_of(const T* row, int64_t k) {
-  f32 largest = set1(0), poison = set1(0);
-  for_parts(k, [&](int64_t i, int64_t n) {
-    const f32 v = load_some(row + i, n);
-    largest = max(abs(v), largest);
-    poison = fma(v, set1(0), poison);
-  });
-  return reduce_max(largest) + reduce_add(poison);
+  f32 largest[2] = {}, poison[2] = {};  // two chains of operations, which overlap
+  const auto see = [&](int chain, f32 v) __attribute__((always_inline)) {
+    largest[chain] = max(abs(v), largest[chain]);
+    poison[chain] = fma(v, set1(0), poison[chain]);
+  };
+  int64_t i = 0;
+  for (; i + 2 * W <= k; i += 2 * W) {
+    see(0, load(row + i));
+    see(1, load(row + i + W));
+  }
+  for (; i < k; i += W) see(0, load_some(row + i, smaller(W, k - i)));
+  return reduce_max(max(largest[0], largest[1])) + reduce_add(poison[0] + poison[1]);
 }
 
 // A value is x * (127 / largest) to the nearest (even) integer, the scale largest / 127. A group that holds something
@@ -75,14 +55,21 @@ static void quantize_row(const T* x, const int32_t* order, const QuantizedRow& l
     const bool is_zero = !(largest > kQuantizedZero);  // or has no largest value
     const float scale = largest / 127;
     const f32 inverse = set1(is_zero ? 0 : 127 / largest), shifter = set1(12582912.0f);  // 1.5 * 2^23: rounds
-    f32 sum = set1(0);                                                                   // exact: below 2^24
-    for (int64_t i = 0; i < layout.group; i += W) {
-      const f32 v = i < count && !is_zero ? load_some(from + i, smaller(W, count - i)) : set1(0);
+    f32 sums_of[2] = {};                                                                 // exact: below 2^24
+    const auto round = [&](int chain, int64_t i, f32 v) __attribute__((always_inline)) {
       const f32 rounded = v * inverse + shifter;
-      sum = sum + (rounded - shifter);
+      sums_of[chain] = sums_of[chain] + (rounded - shifter);
       store_values(values + i, as_int(rounded) - as_int(shifter));
+    };
+    int64_t i = 0;
+    for (; i + 2 * W <= count && !is_zero; i += 2 * W) {
+      round(0, i, load(from + i));
+      round(1, i + W, load(from + i + W));
     }
-    const float total = reduce_add(sum);
+    for (; i < layout.group; i += W) {
+      round(0, i, i < count && !is_zero ? load_some(from + i, smaller(W, count - i)) : set1(0));
+    }
+    const float total = reduce_add(sums_of[0] + sums_of[1]);
     scales[group] = scale;
     lacks[group] = -int32_t(total) * int32_t(layout.zero);
     if (layout.has_mins) sums[group] = total * scale;
@@ -96,92 +83,6 @@ static void quantize_rotated_row(const T* x, const float* factors, const Quantiz
   rotate(x, factors, layout.k, rotated);
   quantize_row<float>(rotated, nullptr, layout, row);
 }
-
-// A piece of a panel: of `groups` groups the units [group / 4][32], scales and mins [groups][32].
-struct WeightPiece {
-  const char* units;
-  const bf16* stored_scales;  // where the panel has a scale for each group: its own, and `scales` are not used
-  const float *scales, *mins;
-  int64_t first, groups;  // the first group's index in a row
-  int64_t ahead;          // how far behind its units that lies which a tile asks for while it multiplies
-};
-
-// kHalves: the units of plain halves of bytes, as they lie in a panel (PanelReader::has_plain_halves).
-template <bool kHalves>
-struct QuantizedTile {
-  static constexpr int kMost = kPanelVectors;
-
-  template <int R, int G>
-  QUIRE_INLINE void multiply(i32 (&acc)[R][G], const char* units, const XValue* x, int64_t x_stride, int shift) {
-    Quads w[G];
-    QUIRE_UNROLL
-    for (int g = 0; g < G; ++g) {
-      const i32 bytes = load_lanes(units + g * W * kUnitBytes);
-      w[g] = weight_quads(kHalves ? (bytes >> shift) & 0x0f0f0f0f : bytes);
-    }
-    QUIRE_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const Quads value = set1_quad(x + r * x_stride);
-      QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) acc[r][g] = dot4(acc[r][g], w[g], value);
-    }
-  }
-
-  // sums += the products of R quantized rows and G vectors of columns, from `column` on; sums' rows are 32 apart. Those
-  // of the first piece are what they begin with.
-  template <int R, int G>
-  static void run(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, int64_t column, float* sums) {
-    const int64_t row_bytes = layout.bytes, scales_at = layout.scales_at, lacks_at = layout.lacks_at;
-    const int64_t unit_rows = layout.group / kUnitBytes / (kHalves ? 2 : 1);
-    const int64_t x_stride = row_bytes / int64_t(sizeof(XValue));
-    const int64_t ahead = piece.ahead;
-    const char* units = piece.units + column * kUnitBytes;
-    f32 sum[R][G];
-    QUIRE_UNROLL
-    for (int r = 0; r < R; ++r) {
-      QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) {
-        sum[r][g] = piece.first == 0 ? set1(0) : load(sums + r * kPanelColumns + column + g * W);
-      }
-    }
-    for (int64_t index = 0; index < piece.groups; ++index) {
-      const int64_t group = piece.first + index;
-      const XValue* x = reinterpret_cast<const XValue*>(rows) + group * layout.group;
-      i32 acc[R][G];
-      QUIRE_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const i32 lack = set1_lane(rows + r * row_bytes + lacks_at + group * int64_t(sizeof(int32_t)));
-        QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) acc[r][g] = lack;
-      }
-      for (int64_t unit = 0; unit < unit_rows; ++unit, units += kUnitRowBytes, x += kUnitBytes) {
-        QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) __builtin_prefetch(units + ahead + g * W * kUnitBytes, 0, 2);
-        multiply<R, G>(acc, units, x, x_stride, 0);
-        if constexpr (kHalves) multiply<R, G>(acc, units, x + QuantizedShape::kBlock / 2, x_stride, 4);
-      }
-      f32 scale[G];
-      QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) {
-        const int64_t at = index * kPanelColumns + column + g * W;
-        scale[g] = piece.stored_scales != nullptr ? load(piece.stored_scales + at) : load(piece.scales + at);
-      }
-      QUIRE_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const f32 x_scale = set1(reinterpret_cast<const float*>(rows + r * row_bytes + scales_at)[group]);
-        QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) {
-          sum[r][g] = sum[r][g] + __builtin_convertvector(acc[r][g], f32) * (x_scale * scale[g]);
-        }
-      }
-    }
-    QUIRE_UNROLL
-    for (int r = 0; r < R; ++r) {
-      QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) store(sums + r * kPanelColumns + column + g * W, sum[r][g]);
-    }
-  }
-};
 
 // minuses [rows][32] += the sums of x's groups times the mins.
 static void add_mins(const char* rows, int64_t num_rows, const QuantizedRow& layout, const WeightPiece& piece,
@@ -218,6 +119,8 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
   const bool has_halves = reader.has_plain_halves(), is_plain = has_halves || reader.shape.format.bits == 8;
   const bool has_stored_scales = reader.has_stored_scales();
   const int64_t row_blocks = ceil_div(num_rows, layout.group > QuantizedShape::kBlock ? kTileRows : kGroupedRows);
+  // Integers are unpacked for all rows, or by the only tile.
+  const bool is_unpacked = !is_plain && (row_blocks > 1 || !kOverlaps);
   const int64_t piece_groups = layout.group > kPieceK ? 1 : kPieceK / layout.group;
   // The tiles ask for what lies kBytesAhead of the integers they read: all but these lines, as they skip the fields.
   for (int64_t at = 0; at < reader.integers_at; at += 64) __builtin_prefetch(panel + kBytesAhead + at, 0, 2);
@@ -227,23 +130,24 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
     const int64_t begin_block = first * layout.group / QuantizedShape::kBlock;
     const int64_t end_block = ceil_div(end * layout.group, QuantizedShape::kBlock);
     const char* stored = panel + reader.integers_at;
-    const char* units = is_plain ? stored + begin_block * reader.shape.block_bytes()
-                                 : reader.unpack(panel, begin_block, end_block, bytes);
+    const char* units = is_unpacked ? reader.unpack(panel, begin_block, end_block, bytes)
+                                    : stored + begin_block * reader.shape.block_bytes();
     // Unpacking has asked for kBytesAhead behind the piece.
-    const char* behind = is_plain ? units : stored + end_block * reader.shape.block_bytes();
+    const char* behind = is_unpacked ? stored + end_block * reader.shape.block_bytes() : units;
     const bf16* stored_scales = reinterpret_cast<const bf16*>(panel) + first * kPanelColumns;
     const WeightPiece piece = {units,
                                has_stored_scales ? stored_scales : nullptr,
                                scales,
                                mins,
+                               reader.shape.format.table,
+                               bytes,
                                first,
                                end - first,
                                behind - units + kBytesAhead};
     for (int64_t block = 0; block < row_blocks; ++block) {
       const int64_t row = block * num_rows / row_blocks, height = (block + 1) * num_rows / row_blocks - row;
       for_tiles<QuantizedTile<false>>(height, 1, [&](int64_t vector, int64_t width) {
-        const auto run = has_halves ? tile_function<QuantizedTile<true>>(height, width)
-                                    : tile_function<QuantizedTile<false>>(height, width);
+        const RunTile* run = quantized_tile(reader.shape.format, is_plain || is_unpacked, has_halves, height, width);
         run(rows + row * row_bytes, layout, piece, vector * W, sums + row * kPanelColumns);
       });
     }

@@ -6,6 +6,7 @@
 namespace quire::QUIRE_ISA {
 
 #if defined(__AVX512VNNI__)
+constexpr bool kOverlaps = true;  // whether registers suffice to unpack, multiply and scale at the same time
 using XValue = int8_t;
 using Quads = i32;
 
@@ -19,6 +20,7 @@ QUIRE_INLINE i32 dot4(i32 acc, Quads w, Quads x) {
   return (i32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
 }
 #else
+constexpr bool kOverlaps = false;
 using XValue = int16_t;  // fours are kept in the order 0, 2, 1, 3
 struct Quads {
   i32 even, odd;  // two int16 in each lane

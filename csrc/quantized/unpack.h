@@ -147,7 +147,6 @@ struct PanelReader {
     return piece;
   }
 
- private:
   // What lies above the lower four bits of row `row` of the units of 8 bits, in its place.
   template <int kBits>
   QUIRE_MEMBER static i32 upper_bits(const i32 (&upper)[2], int row) {
@@ -158,6 +157,7 @@ struct PanelReader {
     return (up >= 0 ? bits << (up & 7) : bits >> (-up & 7)) & kMask;
   }
 
+ private:
   template <int kBits, typename Value>
   QUIRE_MEMBER static void unpack_blocks(const char* units, int64_t blocks, const Value& value, char* to) {
     constexpr int64_t kHalf = QuantizedShape::kBlock / 2 / kUnitBytes * kUnitRowBytes;

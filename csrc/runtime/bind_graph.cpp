@@ -8,6 +8,13 @@ void bind_graph(nb::module_& module) {
       .def(nb::init<>())
       .def("begin", [](KernelGraph& graph) { KernelGraph::recording() = &graph; })
       .def("end", [](KernelGraph&) { KernelGraph::recording() = nullptr; })
+      .def("add",  // a call of Python's, between those of kernels
+           [](KernelGraph& graph, nb::object call) {
+             graph.add([call = std::move(call)] {
+               const nb::gil_scoped_acquire lock;
+               call();
+             });
+           })
       .def("__len__", &KernelGraph::size)
       .def("replay", &KernelGraph::replay, Unlocked());
 }

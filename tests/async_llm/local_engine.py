@@ -11,7 +11,7 @@ import msgspec
 
 from quire import AsyncLLM, EngineArgs, LLMEngine
 from quire.engine.process.engine_process import EngineProcess
-from quire.engine.process.messages import AddAny, Ready, ToClient, ToEngine, read_frame, to_frame
+from quire.engine.process.messages import AddAny, AddMany, Ready, ToClient, ToEngine, read_frame, to_frame
 from quire.interfaces.async_llm.starting import Started
 from quire.interfaces.async_llm.supervisor import Supervisor
 
@@ -61,8 +61,9 @@ class LocalClient:
                 reader(message)
 
     def send(self, message: ToEngine) -> None:
-        if isinstance(message, AddAny):
-            self._request_ids.append(message.request_id)
+        if isinstance(message, AddAny | AddMany):
+            added = message.requests if isinstance(message, AddMany) else [message]
+            self._request_ids += [each.request_id for each in added]
         self._inbox.put(_received(to_frame(message), ToEngine))
 
     async def drain(self) -> None:

@@ -105,8 +105,8 @@ def test_a_frame_for_each_step_brings_what_is_new(scripted: tuple[LLMEngine, Rec
 def test_an_abort_frees_the_blocks_within_two_steps(scripted: tuple[LLMEngine, RecitingExecutor]) -> None:
     def abort(step: StepDone) -> None:
         if len(client.steps) == 3:
-            client.inbox.put(Abort("r1"))
-            client.inbox.put(Abort("unknown"))
+            client.inbox.put(Abort(["r1"]))
+            client.inbox.put(Abort(["unknown"]))
         elif len(client.steps) > 3:
             client.left.clear()
 
@@ -261,13 +261,13 @@ def framed(content: bytes) -> bytes:
 
 def test_reading_ends_with_the_client_and_with_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("quire"), "disabled", True)
-    good = to_frame(Abort("a"))
+    good = to_frame(Abort(["a"]))
     no_text = b"\x82\xa4type\xa5Abort\xaarequest_id\xa1\xff"
     too_deep = b"\x82\xa4type\xa5Start\xa4args\x81\xa1a" + b"\x91" * 10_000 + b"\x01"
     for rest in (b"", good[:-1], b"\x01", b"\xff\xff\xff\xff", *map(framed, (b"\xc1", b"\x91\x01", no_text, too_deep))):
         inbox: SimpleQueue[Any] = SimpleQueue()
         read_messages(BytesIO(good + rest), inbox)
-        assert inbox.get() == Abort("a")
+        assert inbox.get() == Abort(["a"])
         assert inbox.get() is None
         assert inbox.empty()
 
@@ -275,7 +275,7 @@ def test_reading_ends_with_the_client_and_with_nonsense(monkeypatch: pytest.Monk
 def test_what_is_too_large_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 50)
     with pytest.raises(ProtocolError, match="at most 50"):
-        to_frame(Abort("a" * 50))
+        to_frame(Abort(["a" * 50]))
 
 
 def test_log_probabilities_arrive_as_they_were() -> None:

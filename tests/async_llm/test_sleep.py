@@ -10,7 +10,7 @@ import pytest
 from quire import EngineDeadError, RequestError, SamplingParams
 from quire.common.errors import OutOfMemoryError
 from quire.engine.process.messages import Control, ControlDone, Ready
-from quire.interfaces.async_llm.controls import EngineControls
+from quire.interfaces.async_llm.engine_group import EngineControls
 
 from .door import Door
 

@@ -154,17 +154,17 @@ def test_requests_between_engines_are_refused_with_a_reason_and_a_time(caplog: p
     async def scene(stage: Stage, listener: Listener) -> None:
         stage.awake.clear()
         supervisor = stage.supervisor
-        supervisor.send(Abort("a"))
+        supervisor.send(Abort(["a"]))
         stage.clients[0].die()
         await stage.until(lambda: bool(stage.delays))
         with pytest.raises(EngineDeadError, match="number 0 has died") as refused:
-            supervisor.send(Abort("b"))
+            supervisor.send(Abort(["b"]))
         assert refused.value.retry_after_s == 1
         assert not supervisor.is_lost
         stage.awake.set()
         await stage.restarted(2)
-        supervisor.send(Abort("c"))
-        assert [client.sent for client in stage.clients] == [[Abort("a")], [Abort("c")]]
+        supervisor.send(Abort(["c"]))
+        assert [client.sent for client in stage.clients] == [[Abort(["a"])], [Abort(["c"])]]
 
     play(scene)
     lines = [record.getMessage() for record in caplog.records]
@@ -211,7 +211,7 @@ def test_closing_ends_what_there_is(when: str) -> None:
         await asyncio.gather(stage.supervisor.close(), stage.supervisor.close())
         assert listener.events[-1] == ("loss", "the engine was shut down")
         with pytest.raises(EngineDeadError, match="shut down"):
-            stage.supervisor.send(Abort("a"))
+            stage.supervisor.send(Abort(["a"]))
         assert stage.supervisor.is_lost
 
     play(scene)
@@ -276,7 +276,7 @@ def test_new_requests_are_refused_or_held_and_those_that_run_wait(door: StagedDo
             task.cancel()
         results = await asyncio.gather(first, second, return_exceptions=True)
         assert isinstance(results[1], asyncio.CancelledError if door.holds else EngineDeadError)
-        assert next(m for m in stage.clients[1].sent if isinstance(m, Abort)).request_id == "request-1"
+        assert next(m for m in stage.clients[1].sent if isinstance(m, Abort)).request_ids == ["request-1"]
 
     door.run(scene())
 

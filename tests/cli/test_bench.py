@@ -96,11 +96,11 @@ def test_latency_has_a_time_for_every_token(rows: Rows) -> None:
     arguments = ["--num-prompts", "3", "--input-len", "10", "--output-len", "4", "--num-gpu-blocks-override", "32"]
     (row,) = rows("latency", "--model", "quire-tiny", *arguments)
     assert (row["model"], row["num_prompts"], row["concurrency"]) == ("quire-tiny", 3, 4)
-    for name in ("first_token_ms", "between_tokens_ms"):
+    for name in ("first_token_ms", "between_tokens_ms", "per_token_ms"):
         assert 0 < row[name]["p50"] <= row[name]["p90"] <= row[name]["p99"]
     assert row["of_limit"] > 0
     (row,) = rows("latency", "--request-rate", "1000", *arguments[:4], "--output-len", "1", *arguments[6:])
-    assert (row["concurrency"], row["between_tokens_ms"], row["of_limit"]) == (None, None, None)
+    assert (row["concurrency"], row["between_tokens_ms"], row["per_token_ms"], row["of_limit"]) == (None,) * 4
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])

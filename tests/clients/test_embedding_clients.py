@@ -1,7 +1,12 @@
 """Clients for embeddings and reranking against a server of the embedded checkpoint, which pools here."""
 
 import base64
+import os
+import signal
+import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cohere
@@ -12,6 +17,7 @@ import pytest
 from langchain_openai import OpenAIEmbeddings
 
 from tests.clients.served import KEY, MODEL, Served, quire_serve
+from tests.clients.test_clients_apart import results
 
 TEXTS = ["json.dumps", "os.replace renames a file", "the sum of a list"]
 
@@ -65,3 +71,27 @@ def test_cohere_s_client_embeds_and_reranks(embedder: Served, expected: np.ndarr
     assert [ranked.results[0].index, len(ranked.results)] == [0, 2]
     assert ranked.results[0].relevance_score == pytest.approx(1, abs=1e-5)
     assert ranked.meta.billed_units.search_units == 1
+
+
+def test_llama_index_embeds_texts_and_queries(embedder: Served, expected: np.ndarray) -> None:
+    printed, found = results("LlamaIndex embeddings", "run_llama_index_embeddings.py", embedder)
+    assert printed == str(expected.shape[1])
+    for texts in found["texts"], found["asynchronous"]:
+        assert np.array_equal(np.array(texts, np.float32), expected)
+    assert np.array_equal(np.array(found["query"], np.float32), expected[1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the engine in /proc")
+def test_an_engine_that_is_killed_is_replaced_and_the_vectors_are_the_same(
+    embedder: Served, expected: np.ndarray
+) -> None:
+    with openai.OpenAI(**embedder.openai, max_retries=0, timeout=120) as client, ThreadPoolExecutor(1) as pool:
+        before = embedder.metric("vllm:prompt_tokens_total")
+        answer = pool.submit(client.embeddings.create, model=MODEL, input=TEXTS * 400, encoding_format="float")
+        while embedder.metric("vllm:prompt_tokens_total") == before:
+            time.sleep(0.005)
+        os.kill(embedder.pids[1], signal.SIGKILL)
+        found = np.array([row.embedding for row in answer.result().data], np.float32)
+    assert np.array_equal(found, np.tile(expected, (400, 1)))
+    assert embedder.metric("quire:engine_restarts_total") == 1
+    embedder.wait_until_idle()

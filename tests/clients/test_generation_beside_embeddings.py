@@ -1,16 +1,22 @@
 """One server with a model that generates and one that pools, whose clients do not change each other's results."""
 
+import json
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
+from typing import TYPE_CHECKING
 
 import openai
 import pytest
 
 from quire.engine.process.engine_process import POOLING_NICENESS
-from tests.clients.served import CHECKPOINT, MODEL, Served, quire_serve
+from tests.clients.served import CHECKPOINT, KEY, MODEL, Served, quire_serve
+
+if TYPE_CHECKING:  # only the test of the page needs a browser
+    from playwright.sync_api import Browser
 
 NUM_CLIENTS = 16
 QUESTION = [{"role": "user", "content": "What does json.dumps do?"}]
@@ -63,3 +69,21 @@ def test_the_engine_that_pools_has_the_lower_priority(both: Served) -> None:
     own = os.getpriority(os.PRIO_PROCESS, 0)
     found = {os.getpriority(os.PRIO_PROCESS, pid) - own for pid in both.pids[1:]}
     assert found >= {0, POOLING_NICENESS}
+
+
+def test_the_page_shows_the_texts_that_are_embedded(both: Served, chromium: "Browser") -> None:
+    from playwright.sync_api import expect
+
+    wrong: list[str] = []
+    with chromium.new_context() as context, openai.OpenAI(**both.openai, max_retries=0) as client:
+        context.add_init_script(f"sessionStorage.setItem('quire-api-key', {json.dumps(KEY)})")
+        page = context.new_page()
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.goto(both.url)
+        page.locator("#model").select_option("embedder")
+        with ThreadPoolExecutor(1) as pool:
+            many = [f"text {i} {TEXTS[i % 3]}" for i in range(1500)]
+            answer = pool.submit(client.embeddings.create, model="embedder", input=many)
+            expect(page.locator("body")).to_contain_text(re.compile(r"started \S"), timeout=60_000)
+            assert len(answer.result().data) == len(many)
+    assert wrong == []

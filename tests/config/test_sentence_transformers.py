@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.common.errors import CheckpointError, UnsupportedModelError
-from quire.config.checkpoint.sentence_transformers import read_modules, read_sentence_config
+from quire.config.checkpoint.sentence_transformers import read_modules, read_sentence_config, weights_folder
 
 TYPE = "sentence_transformers.models."
 POOLING = {"word_embedding_dimension": 8, "pooling_mode_mean_tokens": True}
@@ -67,7 +67,6 @@ def test_the_newer_names_of_ways_to_pool(tmp_path: Path) -> None:
         ),
         ([FIRST, (f"{TYPE}Pooling", "p", {"word_embedding_dimension": 8})], CheckpointError, "no pooling mode"),
         ([FIRST, POOL, (f"{TYPE}Dense", "d", DENSE | {"in_features": 9})], CheckpointError, "takes vectors of 9"),
-        ([FIRST, POOL, (f"{TYPE}Dense", "d", DENSE)], CheckpointError, "pickles"),
         (
             [FIRST, POOL, (f"{TYPE}Dense", "d", DENSE | {"activation_function": "os.system"})],
             UnsupportedModelError,
@@ -78,6 +77,13 @@ def test_the_newer_names_of_ways_to_pool(tmp_path: Path) -> None:
 def test_modules_that_are_refused(modules, error, words, tmp_path: Path) -> None:
     with pytest.raises(error, match=words):
         read_modules(write(tmp_path, *modules), 8)
+
+
+def test_modules_without_weights_are_refused(tmp_path: Path) -> None:
+    modules = read_modules(write(tmp_path, FIRST, POOL, (f"{TYPE}Dense", "d", DENSE)), 8)
+    assert modules is not None
+    with pytest.raises(CheckpointError, match="pickles"):
+        weights_folder(modules.steps[0])
 
 
 def test_what_a_model_was_made_for(tmp_path: Path) -> None:

@@ -54,8 +54,8 @@ def test_fields_that_bound_what_is_tried_have_no_effect(caplog, monkeypatch) -> 
         ({"num_speculative_token": 3}, "unknown field 'num_speculative_token', did you mean 'num_speculative_tokens'"),
         ({"tokens": 3}, r"unknown field 'tokens' \(allowed: method, model, num_speculative_tokens, prompt_lookup_min"),
         (
-            {"method": "eagle3"},
-            r"speculative_config: method='eagle3' \(allowed: auto, suffix, ngram, prediction, forced, draft_model",
+            {"method": "medusa"},
+            r"method='medusa' \(allowed: auto, suffix, ngram, prediction, forced, draft_model, eagle, eagle3, mtp, off",
         ),
         ({"method": "ngrams"}, "did you mean 'ngram'"),
         ({"method": 3}, "method=3 must be of the type str"),

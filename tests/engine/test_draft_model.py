@@ -196,7 +196,9 @@ def test_the_layers_of_a_draft_model_lie_in_the_blocks_of_the_first_group_that_k
 
 
 def test_the_plan_counts_the_draft_model(same):
-    plan, alone = same.llm.engine.plan, make(None).engine.plan
+    settings = {"max_model_len": 128, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 48}
+    alone = LLM(speculative_config={"method": "ngram", "num_speculative_tokens": 3}, **settings).engine.plan
+    plan = same.llm.engine.plan
     assert plan.weight_bytes == 2 * alone.weight_bytes
     assert plan.activation_bytes == 2 * alone.activation_bytes
     assert plan.kv_cache.block_bytes == 2 * alone.kv_cache.block_bytes
@@ -217,7 +219,7 @@ def test_what_goes_to_a_draft_model_and_comes_from_it_can_be_sent():
     ("config", "message"),
     [
         ({"method": "draft_model"}, "needs a model"),
-        ({"model": "quire-draft"}, "no other method takes one"),
+        ({"method": "ngram", "model": "quire-draft"}, r"takes no model \(draft_model, eagle, eagle3, mtp do\)"),
         ({"method": "draft_model", "model": 3}, "model=3 must be of the type str"),
     ],
 )
@@ -247,3 +249,12 @@ def test_a_draft_model_with_fewer_or_more_numbers_than_tokens(same, monkeypatch)
         monkeypatch.setattr(runner, "_vocab_sizes", sizes)
         (output,) = run(same.llm, [prompt], [params])
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2])
+def test_drafts_are_verified_while_as_many_sequences_run_as_may(num_seqs):
+    llm = make("quire-tiny", max_num_seqs=num_seqs)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    run(llm, [[5, 6, 7 + i] for i in range(num_seqs)], [params] * num_seqs)
+    stats = llm.engine.scheduler.drafting.stats["model"]
+    assert stats.num_accepted == stats.num_tokens > 10 * num_seqs

@@ -127,8 +127,40 @@ def test_where_nothing_can_stay_in_the_file_the_error_says_what_to_do(plain: Pat
         plan_memory(args(plain, weights_from_file="always"))
     with pytest.raises(ConfigError, match="weights_from_file='some'"):
         plan_memory(args(plain, weights_from_file="some"))
-    with pytest.raises(OutOfMemoryError, match=r"take a smaller model$"):  # it has no experts
+    with pytest.raises(OutOfMemoryError, match=r"quire quantize quire-tiny FOLDER.* its weights can stay in the file$"):
         plan_memory(EngineArgs(memory_limit="1MiB"))
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dense") / "int4"
+    save_quantized(ModelConfig.resolve("quire-tiny", quantization="int4"), folder, lambda _: None)
+    return folder
+
+
+def test_all_matrices_of_a_dense_model_stay_in_the_file_where_they_do_not_fit(dense: Path) -> None:
+    whole = plan_memory(args(dense, kv_cache_memory="1MiB"))
+    assert whole.in_file is None
+    plan = plan_memory(args(dense, kv_cache_memory="1MiB", memory_limit=whole.total_bytes - 1))
+    assert plan.in_file is not None
+    assert plan.in_file.token_bytes == plan.in_file.num_bytes > whole.weight_bytes // 2
+    assert plan.total_bytes == whole.total_bytes - plan.in_file.num_bytes
+    assert "from file   " in str(plan)
+    assert "of weights, at worst all from the disk" in str(plan)
+    never = args(dense, kv_cache_memory="1MiB", memory_limit=whole.total_bytes - 1, weights_from_file="never")
+    with pytest.raises(OutOfMemoryError, match="do not fit into the memory_limit"):
+        plan_memory(never)
+
+
+def test_a_dense_model_in_the_file_gives_the_same_tokens(dense: Path) -> None:
+    prompts, params = make_prompts(6, VOCAB, 40), mixed_params(6)
+    given = {"model": str(dense), "num_gpu_blocks_override": ROOMY, "max_model_len": 96}
+    copied, in_file = (LLM(**given, weights_from_file=choice) for choice in ("never", "always"))
+    assert run(in_file, prompts, params) == run(copied, prompts, params)
+    model = load_model(ModelConfig.resolve(dense, weights_from_file="always"))
+    weight = model.get_submodule("layers.1.self_attn.o_proj").weight
+    assert isinstance(weight, kernels.QuantizedWeight)
+    assert is_of(dense / "model.safetensors", weight.address)
 
 
 def test_a_request_alone_or_among_32_gets_the_same_tokens_wherever_experts_are(saved: Path) -> None:

@@ -76,7 +76,7 @@ def test_an_engine_that_receives_nonsense_ends(name: str):
     with ours:
         ours.sendall(to_frame(Start({"num_gpu_blocks_override": 8, "max_model_len": 64})))
         assert isinstance(next(each for each in messages(ours) if not isinstance(each, Heartbeat)), Ready)
-        ours.sendall(to_frame(Abort("nobody's")) + NONSENSE[name])
+        ours.sendall(to_frame(Abort(["nobody's"])) + NONSENSE[name])
         if name in ("random bytes", "half a frame"):  # it waits for the rest
             ours.shutdown(socket.SHUT_WR)
         while ours.recv(65536):

@@ -228,6 +228,18 @@ def test_activations_have_float32_digits_over_their_whole_range(isa, kind):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+def test_gelu_of_every_bfloat16_is_little_more_than_its_rounding_away(isa):
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    finite, tail = x[x.isfinite()], torch.tensor([-torch.inf, torch.inf, torch.nan], dtype=torch.bfloat16)
+    expected = 0.5 * finite.double() * torch.erfc(-finite.double() / 2**0.5)
+    with using(isa):
+        actual, ends = kernels.activation(finite, "gelu").double(), kernels.activation(tail, "gelu")
+    torch.testing.assert_close(actual, expected, rtol=2**-8 * 1.07, atol=2**-121)
+    assert ends[1] == torch.inf
+    assert ends[2].isnan()
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [0, 2, 14, 20, 64, 322])

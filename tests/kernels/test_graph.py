@@ -148,6 +148,46 @@ def test_what_a_replay_would_miss_is_refused(compute):
 
 
 @needs_native
+@torch.inference_mode()
+def test_what_torch_computes_between_kernels_is_replayed_on_the_same_places():
+    def run(x):
+        y = kernels.activation((x.to(torch.bfloat16) * 2).float().T.contiguous(), "relu")
+        y.add_(1)
+        largest, where = y.max(dim=1)
+        return torch.cat([y.mT, torch.zeros(1)[:, None].expand(3, 1), torch.outer(x[0], x[0])[:3]], 1), largest, where
+
+    graph, x, workspace = kernels.backend_for("cpu").graph(), torch.randn(3, 6), kernels.Workspace()
+    with workspace.recording(), graph.record(with_torch=True):
+        outs = [kernels.borrowed(out) for out in run(x)]
+    assert 2 < len(graph) < 6, "operations that follow each other are one call"
+    assert workspace.num_bytes_taken == 0
+    for seed in range(2):
+        x.copy_(torch.randn(3, 6, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        assert all(map(torch.equal, outs, run(x.clone())))
+
+
+@needs_native
+@pytest.mark.parametrize("compute", [lambda x: x.sum().item(), lambda x: bool((x > 0).any())])
+def test_what_leaves_torch_is_refused_in_a_recording(compute):
+    graph, workspace = kernels.backend_for("cpu").graph(), kernels.Workspace()
+    refused = pytest.raises(KernelError, match="missing in the replay")
+    with torch.inference_mode(), refused, workspace.recording(), graph.record(with_torch=True):
+        compute(torch.randn(3, 6))
+
+
+@needs_native
+@torch.inference_mode()
+def test_an_operation_that_cannot_write_where_it_is_told_is_copied_there():
+    graph, x = kernels.backend_for("cpu").graph(), torch.randn(4, 6)
+    with kernels.Workspace().recording(), graph.record(with_torch=True):
+        out = torch.ops.aten._fused_rms_norm(x, [6], None, 1e-6)[0]
+    x.mul_(-1).add_(1)
+    graph.replay()
+    assert torch.equal(out, torch.ops.aten._fused_rms_norm(x, [6], None, 1e-6)[0])
+
+
+@needs_native
 def test_a_replay_that_fails_says_why():
     graph = kernels.backend_for("cpu").graph()
     table, ids = torch.randn(5, 4), torch.tensor([1, 2])

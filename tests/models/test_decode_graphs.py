@@ -101,6 +101,20 @@ def test_quantized_weights_can_be_replayed(quantization: str | None) -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_modules_of_a_library_can_be_replayed_with_what_torch_computes(dtype: str, save_checkpoint: Any) -> None:
+    architecture, fields = VARIANTS["qwen3"]
+    folder, _ = save_checkpoint(architecture, **fields)
+    decoding = Decoding(ModelConfig.resolve(str(folder), dtype=dtype, model_impl="transformers"), 3, "auto")
+    with torch.inference_mode():
+        for running in [[0], [1, 0], [0, 1, 2], [0], [2, 1], [0, 1, 2]] * 2:
+            sequences = decoding.step(running)
+            assert decoding.graphs.can_replay(sequences)
+            expected = decoding.called(sequences)
+            assert torch.equal(decoding.graphs.logits(sequences), expected)
+
+
+@needs_native
 def test_only_decode_steps_are_recorded() -> None:
     table = (np.zeros(1, np.int32),)
     one, two = (ScheduledSequence(0, tokens, 0, table, DRAWN) for tokens in ((7,), (7, 8)))

@@ -56,9 +56,30 @@ DECODING_BERT = {key: value for key, value in SHAPE.items() if key != "num_key_v
     "is_decoder": True, "pad_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
 
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "AXK1ForCausalLM": SHAPE | LATENT | {"first_k_dense_replace": 2},
-    "BeamForCausalLM": SHAPE | WINDOWS | {"mlp_layer_types": ["dense"] * 2},
+EXPERTS = SHAPE | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "AfmoeForCausalLM": EXPERTS | WINDOWS | {"global_attn_every_n_layers": 2},
+    "AXK1ForCausalLM": SHAPE
+    | LATENT
+    | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1},
+    "BeamForCausalLM": EXPERTS | WINDOWS,
+    "Cohere2MoeForCausalLM": EXPERTS | WINDOWS,
+    "ExaoneMoeForCausalLM": EXPERTS | WINDOWS,
+    "FlintForCausalLM": EXPERTS | WINDOWS | {"shared_expert_intermediate_size": 16},
+    "GraniteMoeSWAForCausalLM": SHAPE | WINDOWS | {"num_local_experts": 6},
+    "HYV3ForCausalLM": EXPERTS,
+    "Kolibri1ForCausalLM": EXPERTS | WINDOWS | {"shared_expert_intermediate_size": 16},
+    "LagunaForCausalLM": EXPERTS | WINDOWS | {"shared_expert_intermediate_size": 16},
+    "MellumForCausalLM": EXPERTS | WINDOWS,
+    "MiMoV2FlashForCausalLM": SHAPE
+    | WINDOWS
+    | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "v_head_dim": 4},
+}
+"""The same with experts, which Quire's kernels compute."""
+ARCHITECTURES: dict[str, dict[str, Any]] = MIXTURES | {
+    "Gemma4ForCausalLM": SHAPE
+    | WINDOWS
+    | {"global_head_dim": 8, "hidden_size_per_layer_input": 0, "tie_word_embeddings": False, "pad_token_id": 0},
     "BertGenerationDecoder": DECODING_BERT,
     "BertLMHeadModel": DECODING_BERT,
     "BitNetForCausalLM": SHAPE,
@@ -113,6 +134,7 @@ def test_tokens_are_transformers_through_paging_preemption_and_prefix_hits(
     architecture: str, save_checkpoint: Any
 ) -> None:
     folder, oracle = save_checkpoint(architecture, vocab_size=512, **ARCHITECTURES[architecture])
+    oracle.set_experts_implementation("eager")
     llm = small_llm(folder, model_impl="transformers" if architecture in MODELS else "auto")
     assert llm.engine.plan.config.model.model_impl == "transformers"
     shared = [7 * i % 500 + 3 for i in range(26)]
@@ -230,11 +252,25 @@ SMALL_CONFIG = SHAPE | {"vocab_size": 96, "dtype": "float32"}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a state": ("JambaForCausalLM", {}, "keeps other states than keys and values"),
     "convolutions": ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, "keeps other states than keys"),
-    "experts": (
-        "FlexOlmoForCausalLM",
-        {"pad_token_id": 0},
-        "mlp.experts .*keeps the matrices of experts in one tensor",
+    "experts that are not decorated": (
+        "Llama4ForCausalLM",
+        {"model_type": "llama4_text", "pad_token_id": 0, "num_local_experts": 4},
+        "feed_forward.experts .*keeps the matrices of experts in one tensor",
     ),
+    "experts without matrices": (
+        "LongcatFlashForCausalLM",
+        {"pad_token_id": 0, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2},
+        "LongcatFlashExperts. keeps the matrices of experts in one tensor",
+    ),
+    "transposed experts": (
+        "AriaTextForCausalLM",
+        {"pad_token_id": 0},
+        "AriaExperts has experts that are not plain gated",
+    ),
+    "recurrence": ("RecurrentGemmaForCausalLM", {"pad_token_id": 0}, "keeps other states than keys and values"),
+    "a state space": ("MambaForCausalLM", {"pad_token_id": 0}, "keeps other states than keys and values"),
+    "a linear recurrence": ("RwkvForCausalLM", {"pad_token_id": 0}, "keeps other states than keys and values"),
+    "several configs": ("MusicgenForCausalLM", {"model_type": "musicgen"}, "a nested config is not supported"),
     "a mask": ("DogeForCausalLM", {}, "DogeAttention .* brings a mask of its own"),
     "two maps": ("DiffLlamaForCausalLM", {}, "DiffLlamaAttention attends more than once"),
     "both directions": ("BertLMHeadModel", {"pad_token_id": 0}, "sees later tokens too"),
@@ -274,6 +310,14 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(case: str, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(SMALL_CONFIG | stated | fields))
     with pytest.raises(UnsupportedModelError, match=message):
         TransformersCausalLM(ModelConfig.resolve(tmp_path, model_impl="transformers"))
+
+
+@pytest.mark.parametrize("architecture", ["MambaForCausalLM", "RwkvForCausalLM", "xLSTMForCausalLM"])
+def test_states_are_named_although_the_config_has_no_heads(architecture: str, tmp_path: Path) -> None:
+    model_type = getattr(transformers, architecture).config_class.model_type
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "model_type": model_type}))
+    with pytest.raises(UnsupportedModelError, match="keeps other states than keys and values"):
+        ModelConfig.resolve(tmp_path)
 
 
 def with_code(folder: Path, **fields: Any) -> Path:

@@ -11,6 +11,7 @@ from quire import (
     LLM,
     EngineDeadError,
     InvalidParamsError,
+    InvalidPromptError,
     PoolingParams,
     PromptTooLongError,
     RequestError,
@@ -45,6 +46,16 @@ class PoolingDoor(Door):
         [output] = [output async for output in self.llm.encode(prompt, PoolingParams(**params), self.new_id())]
         return output
 
+    async def many(self, prompts: list[Any], **params: Any) -> Any:
+        return await self.llm.encode_many(prompts, PoolingParams(**params), [self.new_id() for _ in prompts])
+
+    def sent(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        """The messages to the engine from now on."""
+        client, sent = self.llm._engine._client, []
+        send = client.send
+        monkeypatch.setattr(client, "send", lambda message: (sent.append(message), send(message)))
+        return sent
+
     async def all(self, prompts: list[Any], **params: Any) -> list[Any]:
         return await asyncio.gather(*(self.encode(prompt, **params) for prompt in prompts), return_exceptions=True)
 
@@ -76,8 +87,8 @@ def test_texts_and_pairs_are_tokenized_together_and_errors_take_their_places(doo
     assert isinstance(error, PromptTooLongError)
     assert pair["prompt_token_ids"] == [*door.llm.tokenizer.encode("a"), *door.llm.tokenizer.encode("b")]
     assert pair["token_type_ids"] == [0, 1]
-    assert same == [7, 8]
-    assert wrong == {"prompt_token_ids": 5}
+    assert same["prompt_token_ids"] == [7, 8]
+    assert isinstance(wrong, InvalidPromptError)
     assert salted["cache_salt"] == "s"
     for prompt in ids, pair, same, salted:
         assert door.run(door.encode(prompt)).finished
@@ -115,6 +126,69 @@ def test_closing_the_generator_aborts_the_request(door: PoolingDoor) -> None:
     assert len(door.record.of("start")) == len(door.record.of("end"))
 
 
+def test_many_texts_cross_in_few_messages(door: PoolingDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts: list[Any] = [[10 + i % 30, 11, 12 + i % 7] for i in range(150)]
+    expected = door.oracle.encode(prompts, use_tqdm=False)
+    sent = door.sent(monkeypatch)
+    outputs = door.run(door.many(prompts))
+    assert [len(message.requests) for message in sent] == [64, 64, 22]
+    for output, other in zip(outputs, expected, strict=True):
+        assert np.array_equal(output.outputs.data, other.outputs.data)
+        assert output.prompt_token_ids == other.prompt_token_ids
+
+
+def test_one_of_many_fails_and_the_others_are_aborted_in_one_message(
+    door: PoolingDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = door.sent(monkeypatch)
+    with pytest.raises(RequestFailedError, match="not finite"):
+        door.run(door.many([[7, NAN], *([7, 8 + i] for i in range(40))]))
+    door.run(door.drained())
+    (abort,) = [message for message in sent if isinstance(message, messages.Abort)]
+    assert 30 < len(abort.request_ids) <= 40
+    with pytest.raises(InvalidPromptError):
+        door.run(door.many([*([7, 8 + i] for i in range(70)), [10**6]]))
+    door.run(door.drained())
+    assert len(door.record.of("start")) == len(door.record.of("end"))
+
+
+def test_many_texts_of_a_cancelled_call_are_aborted_in_one_message(
+    door: PoolingDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cancel() -> None:
+        task = asyncio.ensure_future(door.many([[7, 8, 9 + i] for i in range(60)]))
+        while not sent:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await door.drained()
+
+    sent = door.sent(monkeypatch)
+    door.run(cancel())
+    assert [type(message) for message in sent] == [messages.AddMany, messages.Abort]
+    assert len(door.record.of("start")) == len(door.record.of("end"))
+
+
+def test_ids_in_use_are_refused(door: PoolingDoor) -> None:
+    with pytest.raises(RequestError, match="in use"):
+        door.run(door.llm.encode_many([[7], [8]], PoolingParams(), ["same", "same"]))
+
+
+def test_another_tenant_does_not_wait_for_many_texts() -> None:
+    async def both() -> None:
+        many = asyncio.ensure_future(door.many([[7, 8, 9 + i] for i in range(60)], tenant="bulk"))
+        await door.record.until(lambda: bool(door.record.of("start")))
+        await door.encode([7, 8], tenant="other")
+        await many
+
+    with made_llm(TinyEncoder, max_num_seqs=2, scheduling_policy="fair") as llm:
+        door = PoolingDoor(llm, llm)
+        door.run(both())
+        ended = [event[0] for event in door.record.of("end")]
+        door.close()
+    assert ended.index("request-61") < 30
+
+
 @pytest.mark.essential
 @pytest.mark.parametrize("num_frames", [0, 1, 2])
 def test_texts_are_computed_again_by_the_next_engine(door: PoolingDoor, num_frames: int) -> None:
@@ -122,8 +196,10 @@ def test_texts_are_computed_again_by_the_next_engine(door: PoolingDoor, num_fram
     expected = door.oracle.encode(prompts, use_tqdm=False)
     before = door.llm.num_restarts
     door.die_after(num_frames)
-    for output, other in zip(door.run(door.all(prompts)), expected, strict=True):
+    outputs, many = door.run(door.all(prompts)), door.run(door.many(prompts))
+    for output, same, other in zip(outputs, many, expected, strict=True):
         assert np.array_equal(output.outputs.data, other.outputs.data)
+        assert np.array_equal(same.outputs.data, other.outputs.data)
     assert door.llm.num_restarts == before + 1
     door.run(door.drained())
 

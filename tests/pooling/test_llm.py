@@ -1,6 +1,8 @@
 """LLM.embed and its siblings: what callers give and get."""
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -247,3 +249,41 @@ def test_many_texts_come_in_order_through_a_short_queue(encoder: LLM) -> None:
     for output in outputs:
         first = by_text.setdefault(output.prompt, output.outputs.data)
         assert np.array_equal(first, output.outputs.data)
+
+
+@pytest.mark.parametrize("where", ["a step", "the tokenizer of short texts", "the tokenizer of long texts"])
+def test_an_interrupt_leaves_the_engine_as_it_was(encoder: LLM, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    is_step = where == "a step"
+    owner, name = (encoder.engine.executor, "execute") if is_step else (encoder.engine.inputs.pooling, "encode")
+    method, calls = getattr(owner, name), []
+
+    def interrupted(*args: object, **kwargs: object) -> object:
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return method(*args, **kwargs)
+
+    texts = ["word " * 30 if where.endswith("long texts") else f"a {i}" for i in range(200)]
+    expected = encoder.embed(texts[:3], use_tqdm=False)
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        encoder.embed(texts, use_tqdm=False)
+    monkeypatch.undo()
+    assert not encoder.engine.has_unfinished_requests()
+    encoder.engine.requests.check_integrity()
+    for output, other in zip(encoder.embed(texts[:3], use_tqdm=False), expected, strict=True):
+        assert np.array_equal(output.outputs.data, other.outputs.data)
+
+
+def test_the_tokenizing_of_long_texts_shows_its_progress(encoder: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[str, int]] = []
+    done: list[int] = []
+
+    @contextmanager
+    def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
+        shown.append((what, total))
+        yield lambda: done.append(1)
+
+    monkeypatch.setattr(running, "progress", progress)
+    encoder.embed(["word " * 30] * 5 + ["a"])
+    assert shown == [("tokenizing", len(done))] == [("tokenizing", 5)]

@@ -79,12 +79,15 @@ class InProcessLLM:
     def pooler(self) -> PoolerInfo | None:
         return self.engine.pooler
 
-    async def encode(self, prompt, params, request_id: str, *, lora_request=None):
-        async for output in self.generate(prompt, params, request_id=request_id, lora_request=lora_request):
-            yield pooling_output(output, *VECTORS)
+    async def encode_many(self, prompts, params, request_ids: Sequence[str], *, lora_request=None):
+        async def one(prompt, request_id: str):
+            outputs = self.generate(prompt, params, request_id=request_id, lora_request=lora_request)
+            return [pooling_output(output, *VECTORS) async for output in outputs][-1]
 
-    async def pooling_prompts(self, given, params):
-        return tokenized(self.engine.inputs.pooling, given, params)
+        return await asyncio.gather(*map(one, prompts, request_ids))
+
+    async def pooling_prompts(self, given, params, *, add_special_tokens: bool = True):
+        return tokenized(self.engine.inputs.pooling, given, params, add_special_tokens)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens)

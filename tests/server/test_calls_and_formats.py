@@ -72,6 +72,11 @@ WRITTEN_CALLS = {
     "hermes": CALL,
     "hunyuan_a13b": f'<tool_calls>[{{"name": "weather", "arguments": {BONN}}}]</tool_calls>',
     "llama3_json": f'{{"name": "weather", "parameters": {BONN}}}',
+    "internlm": f'<|action_start|><|plugin|>{{"name": "weather", "parameters": {BONN}}}<|action_end|>',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    f"{BONN}<|tool_call_end|><|tool_calls_section_end|>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Bonn</parameter>\n</invoke>\n'
+    "</minimax:tool_call>",
     "mistral": f'[TOOL_CALLS][{{"name": "weather", "arguments": {BONN}}}]',
     "mistral_v11": f"[TOOL_CALLS]weather[ARGS]{BONN}",
     "phi4_mini_json": f'<|tool_call|>[{{"name": "weather", "arguments": {BONN}}}]<|/tool_call|>',

@@ -1,15 +1,18 @@
 """/v1/embeddings, /pooling, /classify, /score and /rerank: shapes, numbers against LLM, and what is refused."""
 
 import base64
+import json
 
 import numpy as np
 import pytest
+import torch
 
 from quire import LLM, EngineArgs, LLMEngine
 from quire.common.batch import Batch, StepResult
 from quire.common.params import PoolerInfo
 from quire.runner.memory_plan import plan_memory
 from quire.server.api.pooling.run import MAX_TEXTS
+from quire.server.config import ServerArgs
 from quire.text.tokenizer.tokenizer import Tokenizer
 from tests.server.in_process import Server, serve, tokenizer_of
 
@@ -80,9 +83,35 @@ def test_embeddings_have_openai_s_shape(embedder, expected):
 
 
 def test_base64_holds_the_same_numbers(embedder, expected):
+    assert embedder.post(PATH, {"input": TEXTS, "encoding_format": None}).json["data"][0]["embedding"] == expected[0]
     data = embedder.post(PATH, {"input": TEXTS, "encoding_format": "base64"}).json["data"]
     found = [np.frombuffer(base64.b64decode(row["embedding"]), "<f4").tolist() for row in data]
     assert found == expected
+
+
+@pytest.mark.parametrize(("order", "mark"), [("native", "="), ("little", "<"), ("big", ">")])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_vectors_as_bytes(embedder, expected, dtype, order, mark):
+    body = {"input": TEXTS, "embed_dtype": dtype, "endianness": order}
+    answer = embedder.post(PATH, body | {"encoding_format": "bytes"})
+    assert answer.headers["content-type"] == "application/octet-stream"
+    only = embedder.post("/pooling", body | {"task": "embed", "encoding_format": "bytes_only"})
+    assert (only.body, "metadata" in only.headers) == (answer.body, False)
+    row = embedder.post(PATH, body | {"encoding_format": "base64"}).json["data"][1]
+    metadata = json.loads(answer.headers["metadata"])
+    assert metadata["usage"]["prompt_tokens"] > 0
+    for place, numbers in zip(metadata["data"], expected, strict=True):
+        data = answer.body[place["start"] : place["end"]]
+        assert (place["embed_dtype"], place["endianness"], place["shape"]) == (dtype, order, [256])
+        assert data == base64.b64decode(row["embedding"]) or place["index"] != 1
+        if dtype == "bfloat16":
+            found = np.frombuffer(data, mark + "u2").astype(np.uint32) << 16
+            wanted = torch.tensor(numbers).bfloat16().float().numpy()
+            assert np.array_equal(found.view(np.float32), wanted)
+        else:
+            assert np.array_equal(
+                np.frombuffer(data, mark + dtype[0] + str(np.dtype(dtype).itemsize)), np.array(numbers, dtype)
+            )
 
 
 def test_inputs_of_every_kind(embedder, expected):
@@ -98,6 +127,17 @@ def test_a_conversation_is_rendered(embedder):
     text = tokenizer_of(embedder).apply_chat_template(messages)
     told = embedder.post(PATH, {"messages": messages}).json
     assert told["usage"]["prompt_tokens"] == len(tokenizer_of(embedder).encode(text, add_special_tokens=False))
+    long = [{"role": "user", "content": "b " * 500}]
+    assert embedder.post(PATH, {"messages": long}).status == 400
+    assert embedder.post(PATH, {"messages": long, "truncate_prompt_tokens": 9}).json["usage"]["prompt_tokens"] == 9
+
+
+def test_special_tokens_can_be_left_out(embedder):
+    bare = {"input": ["a b c", "d e f"], "add_special_tokens": False}
+    encode = tokenizer_of(embedder).encode
+    num_tokens = sum(len(encode(text, add_special_tokens=False)) for text in bare["input"])
+    assert embedder.post(PATH, bare).json["usage"]["prompt_tokens"] == num_tokens
+    assert embedder.post(PATH, bare | {"truncate_prompt_tokens": 1}).json["usage"]["prompt_tokens"] == 2
 
 
 def test_raw_embeddings_are_not_normalized(embedder, expected):
@@ -142,8 +182,50 @@ def test_pairs_of_a_cross_encoder():
     encode = tokenizer_of(server).encode
     told = server.post("/score", {"text_1": "a", "text_2": ["one", "two"]}).json["data"]
     assert [row["score"] for row in told] == [float(encode(text)[-1]) for text in ("one", "two")]
+    for names in (("data_1", "data_2"), ("queries", "items")):
+        again = server.post("/score", {names[0]: "a", names[1]: ["one", "two"]}).json["data"]
+        assert again == told
     refused = server.post(PATH, {"input": "a"})
     assert (refused.status, refused.error["code"]) == (400, "unsupported_task")
+
+
+TEMPLATE = "{{ instruction }}{% for m in messages %}{{ m.role }} {{ m.content }}{{ end }}{% endfor %}"
+
+
+@pytest.mark.parametrize("path", ["/score", "/rerank"])
+def test_pairs_are_joined_by_a_template(path):
+    server = counting(CountingExecutor("score"))
+    pair = {"text_1": "a", "text_2": "b"} if path == "/score" else {"query": "a", "documents": ["b"]}
+    asked = pair | {"chat_template": TEMPLATE, "instruction": "Judge: ", "chat_template_kwargs": {"end": "."}}
+    refused = server.post(path, asked)
+    assert (refused.status, refused.error["param"]) == (400, "chat_template")
+    assert "allow_client_chat_template" in refused.error["message"]
+    for args in (ServerArgs(allow_client_chat_template=True), ServerArgs(chat_template=TEMPLATE)):
+        told = serve(server.llm.engine, args=args)
+        answer = told.post(path, asked if args.chat_template is None else asked | {"chat_template": None})
+        text = "Judge: query a.document b."
+        assert answer.json["usage"]["prompt_tokens"] == len(tokenizer_of(server).encode(text)), answer.body
+    wrong = serve(server.llm.engine, args=ServerArgs(allow_client_chat_template=True))
+    assert wrong.post(path, asked | {"chat_template": "{{ 1 / 0 }}"}).status == 400
+    assert wrong.post(path, asked | {"chat_template_kwargs": {"messages": []}}).error["param"] == "chat_template_kwargs"
+
+
+def test_an_embedder_takes_no_template(embedder):
+    answer = embedder.post("/score", {"text_1": "a", "text_2": "b", "chat_template": TEMPLATE})
+    assert (answer.status, answer.error["param"]) == (400, "chat_template")
+
+
+def test_softmax_is_the_oldest_name_of_use_activation(embedder):
+    raw, soft = ({"input": "a", name: False} for name in ("use_activation", "softmax"))
+    assert embedder.post(PATH, raw).json["data"] == embedder.post(PATH, soft).json["data"]
+
+
+def test_many_vectors_are_written_in_a_thread(embedder, expected):
+    told = embedder.post(PATH, {"input": TEXTS * 20}).json["data"]
+    assert [row["embedding"] for row in told] == expected * 20
+    cohere = embedder.post("/v2/embed", {"texts": TEXTS * 20, "embedding_types": ["float", "base64"]}).json
+    assert cohere["embeddings"]["float"] == expected * 20
+    assert base64.b64decode(cohere["embeddings"]["base64"][1]) == np.array(expected[1], "<f4").tobytes()
 
 
 def test_classes_have_their_names():
@@ -174,6 +256,9 @@ def test_classes_have_their_names():
         ("/score", {"text_1": "a"}, "text_2"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "text_1"),
         ("/score", {"text_1": "a", "text_2": []}, "text_2"),
+        ("/score", {"text_1": "a", "queries": "b", "text_2": "c"}, "text_1"),
+        (PATH, {"input": "a", "embed_dtype": "int8"}, "embed_dtype"),
+        (PATH, {"input": "a", "endianness": "middle"}, "endianness"),
         ("/rerank", {"query": "a", "documents": []}, "documents"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
         ("/v1/completions", {"prompt": "a"}, None),

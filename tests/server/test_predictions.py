@@ -2,6 +2,8 @@
 
 import pytest
 
+from quire.common.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.server.api.shared.generation import TokenCounts
 from tests.server.in_process import Server, saying
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -150,3 +152,12 @@ def test_any_text_may_be_predicted(content):
 def test_an_engine_without_drafts_ignores_predictions():
     usage = asked(predicting(config={"method": "off"}), COMPLETIONS, prediction=REPLY).json["usage"]
     assert details(usage) == (0, 0)
+
+
+def test_only_accepted_tokens_that_are_in_the_answer_are_counted():
+    counts = TokenCounts()
+    metrics = RequestMetrics(arrival_time=0.0, drafts={"prediction": (9, 7)})
+    for token_ids, accepted in (([5], []), ([6, 7, 8], [0, 1])):  # the rest came behind a stop string
+        choice = CompletionOutput(0, "", token_ids, None, accepted_drafts=accepted)
+        counts.add(0, RequestOutput("a", "Hi", [1], [choice], False, metrics=metrics))
+    assert counts.predicted == (2, 2)

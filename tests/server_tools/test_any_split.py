@@ -28,6 +28,9 @@ FORMATS = [
     {"tools": TOOL_FORMATS["deepseek_v31"]},
     {"tools": TOOL_FORMATS["phi4_mini_json"]},
     {"tools": TOOL_FORMATS["cohere_command_r"]},
+    {"tools": TOOL_FORMATS["kimi_k2"]},
+    {"tools": TOOL_FORMATS["internlm"]},
+    {"tools": TOOL_FORMATS["minimax_m2"], "schemas": SCHEMAS},
     {"tools": TOOL_FORMATS["qwen3_coder"], "schemas": SCHEMAS},
     {"reasoning": REASONING_FORMATS["think"], "tools": TOOL_FORMATS["glm45"], "schemas": SCHEMAS},
     {"forced": ForcedTools()},
@@ -44,6 +47,9 @@ FRAGMENTS = [
     "<function=", "<function=f>", "<parameter=", "<parameter=text>", "<parameter=number>\n", "</parameter>",
     "</function>", ">", "<arg_key>", "<arg_key>text</arg_key>\n<arg_value>", "</arg_key>", "<arg_value>",
     "</arg_value>",
+    "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.f:", "<|tool_call_argument_begin|>{",
+    "<|tool_call_end|>", "<|action_start|><|plugin|>", "<|action_end|>", "<minimax:tool_call>", '<invoke name="f">',
+    '<parameter name="text">', "</invoke>", "</minimax:tool_call>",
     "<response>", "</response>", "Here is my ", "Here's my thought process:", "response:", "Action: ```json", "```json",
     "```", "<|tool_call|>", "<|/tool_call|>", "function", "True", *(text.translate(WIDE) for text in DEEPSEEK),
     "\U0001f600", "\x00", '{"a": [1, {"b": "}]"}]}', "f",
@@ -221,8 +227,8 @@ def test_hostile_text_takes_linear_work(chosen, opening):
     """Twice the text makes at most about twice the function calls, whole or character by character."""
     for unit in HOSTILE:
         for whole in (True, False):
-            few, many = (_num_calls(opening + unit * (size // len(unit)), chosen, whole) for size in (500, 1000))
-            assert many <= 2.2 * few + 2000, unit  # some units change their meaning after 128 characters
+            few, many = (_num_calls(opening + unit * (size // len(unit)), chosen, whole) for size in (250, 500))
+            assert many <= 2.2 * few + 1000, unit  # some units change their meaning after 128 characters
 
 
 def _num_calls(text, chosen, whole):

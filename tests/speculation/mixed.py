@@ -136,10 +136,16 @@ def predict(llm: LLM, request: Request, expected: Expected, rng: random.Random) 
         group.prediction = np.array(tokens, np.int32)
 
 
-def run(llm: LLM, requests: Sequence[Request], drafters: Sequence[Any] = (), expected: Expected | None = None) -> Told:
-    """All requests side by side, the accounting checked after every step."""
+def run(
+    llm: LLM,
+    requests: Sequence[Request],
+    drafters: Sequence[Any] = (),
+    expected: Expected | None = None,
+    drafting: Drafting | None = None,
+) -> Told:
+    """All requests side by side, the accounting checked after every step. `drafting` is in the place of drafters."""
     engine, samples, rng = llm.engine, dict[str, Any](), random.Random(2)
-    drafting = Drafting(drafters, CONFIG, 64) if drafters else None
+    drafting = Drafting(drafters, CONFIG, 64) if drafters else drafting
     engine.scheduler.drafting = engine.committer.drafting = drafting
     num_steps, num_preemptions = engine.scheduler.num_steps, engine.scheduler.preemptor.num_preemptions
     for request in requests:

@@ -19,16 +19,16 @@ def test_drafts_are_verified_while_they_make_tokens_cheaper() -> None:
     def seconds(n: int) -> float:
         return 1.0 + 0.3 * n
 
-    assert best_lengths([[0.9] * 8], 1.0, seconds, 8) == [5]
+    assert best_lengths([[0.9] * 8], 1.0, seconds, 8) == [6]
     assert best_lengths([[0.25] * 8], 1.0, seconds, 8) == [0]
     assert best_lengths([[0.25] * 8, [0.9]], 2.0, seconds, 8) == [0, 1]
 
 
 def test_the_number_with_the_best_rate_is_found_where_time_grows_by_steps() -> None:
     def seconds(n: int) -> float:
-        return 1.0 if n < 1 else 1.9 if n < 8 else 2.5
+        return 1.0 if n < 1 else 1.9 if n < 9 else 2.5
 
-    assert best_lengths([[0.95] * 7], 1.0, seconds, 8) == [7]
+    assert best_lengths([[0.95] * 9], 1.0, seconds, 9) == [8]
     rows = [[0.6], [0.5, 0.9], [0.3]]
     chosen = best_lengths(rows, 3.0, lambda n: 1.0 + 0.15 * n, 8)
 
@@ -95,7 +95,7 @@ def test_a_step_that_was_interrupted_counts_little() -> None:
 
 
 def test_numbers_of_rows_that_do_not_come_again_are_forgotten() -> None:
-    times = learned(lambda rows: 0.01 if rows == 1 else 0.09, [1, 6])
+    times = learned(lambda rows: 0.01 if rows == 1 else 0.09, [1, 6] * 5)
     assert times.shape(6) / times.shape(1) > 2
     for _ in range(1100):
         times.observe(1, 0.01)
@@ -111,7 +111,7 @@ def test_what_says_nothing_is_not_learned(rows: int, seconds: float) -> None:
 
 def test_numbers_of_drafts_that_are_chosen_have_gaps_that_grow() -> None:
     chosen = {best_lengths([[1.0] * 32], 1.0, lambda n: 1.0, most)[0] for most in range(1, 33)}
-    assert chosen == {*range(1, 8), *range(8, 16, 2), *range(16, 32, 4), 32}
+    assert chosen == {1, 2, 3, *range(4, 8, 2), *range(8, 16, 4), *range(16, 33, 8)}
 
 
 def test_searches_that_save_nothing_take_a_small_share_of_the_time() -> None:

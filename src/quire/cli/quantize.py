@@ -8,6 +8,7 @@ Loading the original checkpoint with --quantization gives the same weights, but 
 import argparse
 from pathlib import Path
 
+from quire.common.arguments.options import json_object
 from quire.config.model import ModelConfig
 from quire.config.quantization import QUANTIZATIONS
 
@@ -19,6 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantization", default="int4", choices=QUANTIZATIONS, help="format (default: int4)")
     parser.add_argument("--dtype", default="auto", help="dtype of the computation: auto, bfloat16 or float32")
     parser.add_argument("--gguf-file", help="which GGUF file of MODEL: its name, or the end of its name")
+    parser.add_argument(
+        "--hf-overrides", type=json_object, default={}, metavar="JSON", help="values that replace those of config.json"
+    )
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
 
 
@@ -36,6 +40,7 @@ def run(options: argparse.Namespace) -> int:
         quantization=options.quantization,
         revision=options.revision,
         gguf_file=options.gguf_file,
+        hf_overrides=options.hf_overrides or {},
     )
     save_quantized(
         config,

@@ -17,7 +17,7 @@ from quire.common.errors import ConfigError
 from quire.config.kv_cache import FullAttentionSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.scheduler import SchedulerConfig
-from quire.config.speculative import MOST_TOKENS
+from quire.config.speculative import MOST_TOKENS, SpeculativeConfig
 
 if TYPE_CHECKING:
     from quire.interfaces.simulate.simulator import Simulator
@@ -116,6 +116,9 @@ def _simulator(options: argparse.Namespace) -> Simulator:
         policy=options.policy,
         tenant_weights=options.tenant_weights or {},
         target_step_ms=options.target_step_ms,
+        max_draft_rows=SpeculativeConfig(num_speculative_tokens=options.draft_length).num_rows(
+            options.max_num_seqs, options.max_num_batched_tokens
+        ),
     )
     drafts = {"acceptance": options.acceptance, "draft_length": options.draft_length}
     return Simulator(cache, limits, enable_prefix_caching=not options.no_prefix_caching, **drafts)

@@ -162,6 +162,8 @@ class Ahead(msgspec.Struct, frozen=True, gc=False):
     """The tokens before the step's that it has not read yet."""
     least_odds: float = 0.0
     """It drafts no more once all its drafts are less probable to be right than this."""
+    following: int | None = None
+    """The token behind the step's where it is known, since it is the prompt's."""
 
 
 class Drafted(NamedTuple):
@@ -259,6 +261,11 @@ class StepResult(msgspec.Struct, frozen=True):
     """By the index in the batch of each sequence that a draft model has read, what it drafted."""
     drafting_s: float = 0.0
     """The seconds that the draft model took."""
+
+    @property
+    def num_passes(self) -> int:
+        """How often the draft model ran to draft."""
+        return max([len(drafted.token_ids) for drafted in self.drafted.values()], default=0)
 
 
 def encode(message: Batch | StepResult) -> bytes:

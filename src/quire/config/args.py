@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 from quire.common.arguments.options import add_field_arguments
 from quire.common.arguments.vllm_arguments import translate, vllm_arguments
-from quire.common.errors import ConfigError, InvalidParamsError, check_choice
+from quire.common.errors import ConfigError, InvalidParamsError, UnsupportedModelError, check_choice
 from quire.common.lora import LoRARequest
 from quire.common.params import LOGPROBS_MODES, LogprobsMode
 from quire.config.cache import CacheConfig
+from quire.config.checkpoint.draft_heads import resolve_head, verifier_of
 from quire.config.lora import LoRAConfig
 from quire.config.machine import parse_bytes
 from quire.config.model import ModelConfig
@@ -114,8 +115,8 @@ class EngineArgs(metaclass=_NamesChecked):
     )
     weights_from_file: str = arg(
         "auto",
-        "experts of a folder that `quire quantize` saved: auto (read from the file when they are needed, if the model "
-        "does not fit into memory), always, or never (all weights are copied to memory)",
+        "experts, or all matrices of a dense model, of a folder that `quire quantize` saved: auto (read from the file "
+        "when they are needed, if the model does not fit into memory), always, or never (all are copied to memory)",
     )
     max_model_len: int | str | None = arg(
         None, 'largest length of prompt + output, in tokens; none or "auto": what the model and the cache allow'
@@ -200,7 +201,18 @@ class EngineArgs(metaclass=_NamesChecked):
     def resolve(self) -> EngineConfig:
         """Check all arguments and read the checkpoint's config. Raises ConfigError or CheckpointError."""
         check_types(self)
-        model, speculative = self._model(), SpeculativeConfig.read(self.speculative_config or {})
+        try:
+            model = self._model()
+        except UnsupportedModelError:
+            given = self.speculative_config or {}
+            if self.model is None or "model" in given or (verifier := verifier_of(self.model)) is None:
+                raise
+            drafting = {**verifier[1], **given}
+            return dataclasses.replace(self, model=verifier[0], speculative_config=drafting).resolve()
+        speculative = SpeculativeConfig.read(self.speculative_config or {})
+        draft = _draft_model(model, speculative, "method" in (self.speculative_config or {}))
+        if draft is not None and draft.head is not None:
+            speculative = dataclasses.replace(speculative, method=draft.head.format.method)
         return EngineConfig(
             model=model,
             cache=self._cache(),
@@ -213,6 +225,7 @@ class EngineArgs(metaclass=_NamesChecked):
                 tenant_weights=self.tenant_weights or {},
                 prefix_max_delay_s=self.prefix_max_delay_s,
                 target_step_ms=self.target_step_ms,
+                max_draft_rows=speculative.num_rows(self.max_num_seqs, self.max_num_batched_tokens),
             ),
             parallel=ParallelConfig(
                 self.num_threads,
@@ -226,7 +239,7 @@ class EngineArgs(metaclass=_NamesChecked):
             measures_requests=not self.disable_log_stats,
             lora=self._lora(),
             speculative=speculative,
-            draft=_draft_model(model, speculative),
+            draft=draft,
         )
 
     def _model(self) -> ModelConfig:
@@ -322,12 +335,17 @@ class EngineArgs(metaclass=_NamesChecked):
         return length
 
 
-def _draft_model(model: ModelConfig, speculative: SpeculativeConfig) -> ModelConfig | None:
-    """Computes as the model does, but is not quantized unless its files are. Raises ConfigError if the model pools."""
-    if speculative.model is None:
+def _draft_model(model: ModelConfig, speculative: SpeculativeConfig, has_method: bool) -> ModelConfig | None:
+    """Computes as the model does, but is not quantized unless its files are. Raises ConfigError if the model pools.
+    Without a method, the files tell whether they are a draft head's."""
+    if speculative.model is None and not speculative.has_head:
         return None
     if model.runner != "generate":
         raise ConfigError(f"speculative_config: {model.model} generates nothing, so no draft model can help it")
+    if speculative.has_head or not has_method:
+        head = resolve_head(model, speculative.model, speculative.method if has_method else None)
+        if head is not None:
+            return head
     draft = ModelConfig.resolve(speculative.model, dtype=model.dtype, runner="generate")
     return dataclasses.replace(draft, max_model_len=min(model.max_model_len, draft.max_context_len))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.common.errors import CheckpointError, ConfigError, check_choice
 from quire.common.log import logger
+from quire.config.checkpoint.draft_heads import HeadConfig
 from quire.config.checkpoint.formats import find_format
 from quire.config.checkpoint.gguf.files import read_gguf
 from quire.config.checkpoint.gguf.hf_values import generation_values, hf_values
@@ -71,6 +72,8 @@ class ModelConfig:
     """What the model does: `generate`, or `pooling` for embeddings, scores and classes."""
     convert: str = "none"
     """What a generating architecture is converted to for pooling: `embed`, `classify`, `reward`, or `none`."""
+    head: HeadConfig | None = None
+    """If this is a draft head, and no model, what its checkpoint has of it; `architecture` is that of its layers."""
 
     @classmethod
     def resolve(

@@ -30,6 +30,8 @@ class SchedulerConfig:
     """Policy `prefix`: largest delay, in seconds, of a request by later requests."""
     target_step_ms: float | None = None
     """Prompts are split into chunks so small that a step takes about this long; None for no limit on its time."""
+    max_draft_rows: int = 0
+    """Drafts that a step may verify while max_num_seqs sequences run; with fewer sequences, so many more."""
 
     def __post_init__(self) -> None:
         if self.preemption_mode not in (None, "swap", "recompute"):

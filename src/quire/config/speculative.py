@@ -11,17 +11,23 @@ from quire.common.log import logger
 
 PREDICTION = "prediction"
 SOURCES = (PREDICTION, "forced", "own", "recent")
+HEADS = ("eagle", "eagle3", "mtp")
+"""The methods in which a head on the model's hidden states drafts."""
+_BY_MODEL = (PREDICTION, "forced", "model")
 METHODS: Mapping[str, tuple[str, ...]] = {
     "auto": SOURCES,
     "suffix": SOURCES,
     "ngram": (PREDICTION, "own"),
     "prediction": (PREDICTION,),
     "forced": ("forced",),
-    "draft_model": (PREDICTION, "forced", "model"),
+    "draft_model": _BY_MODEL,
+    **dict.fromkeys(HEADS, _BY_MODEL),
     "off": (),
 }
 """By method, where drafts come from: the request's `prediction`, its grammar, its own tokens, its tenant's recent
 outputs, another model."""
+_ALIASES = dict.fromkeys(("deepseek_mtp", "ernie_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_next_mtp"), "mtp")
+"""vLLM's names of methods for single families."""
 _FIELDS: Mapping[str, tuple[str, type]] = {
     "method": ("method", str),
     "model": ("model", str),
@@ -39,6 +45,10 @@ _WITHOUT_EFFECT = (
 MOST_TOKENS = 32
 """Most drafts of a sequence in a step that can be asked for."""
 
+MOST_ROWS = 64
+"""Most drafts that a step of max_num_seqs sequences verifies: more hardly pay on any machine, and each needs memory for
+its logits."""
+
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
@@ -54,12 +64,22 @@ class SpeculativeConfig:
     is_adaptive: bool = True
     """Whether a step verifies only the drafts that are expected to save time; otherwise as many as there are."""
     model: str | None = None
-    """The draft model: a checkpoint with the same tokens, as `model` of an engine names one."""
+    """The draft model or head: a checkpoint with the same tokens, as `model` of an engine names one."""
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a head on the model's hidden states drafts."""
+        return self.method in HEADS
 
     @property
     def sources(self) -> tuple[str, ...]:
         """Where drafts are looked up."""
         return METHODS[self.method]
+
+    def num_rows(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+        """How many drafts of all sequences a step may verify beside their newest tokens."""
+        wanted = max_num_seqs * self.num_speculative_tokens if self.sources else 0
+        return min(wanted, MOST_ROWS, max_num_batched_tokens - 1)
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> SpeculativeConfig:
@@ -79,7 +99,10 @@ class SpeculativeConfig:
                 raise ConfigError(f"speculative_config: {name}={value!r} must be of the type {kind.__name__}")
             values[ours] = value
         if "method" in values:
+            values["method"] = _ALIASES.get(values["method"], values["method"])
             check_choice("speculative_config: method", values["method"], tuple(METHODS))
+        elif values.get("model") is not None:
+            values["method"] = "draft_model"  # until the checkpoint has been looked at
         return cls._checked(values)
 
     @classmethod
@@ -89,8 +112,12 @@ class SpeculativeConfig:
         low = values.get("min_match", max(1, min(default.min_match, values.get("max_match", default.min_match))))
         high = values.get("max_match", max(default.max_match, low))
         config = cls(**values | {"min_match": low, "max_match": high})
-        if (config.method == "draft_model") != (config.model is not None):
-            raise ConfigError("speculative_config: method='draft_model' needs a model, and no other method takes one")
+        if config.method in ("draft_model", "eagle", "eagle3") and config.model is None:
+            raise ConfigError(f"speculative_config: method={config.method!r} needs a model")
+        if config.model is not None and config.method not in ("draft_model", *HEADS):
+            raise ConfigError(
+                f"speculative_config: method={config.method!r} takes no model (draft_model, {', '.join(HEADS)} do)"
+            )
         if not 1 <= config.num_speculative_tokens <= MOST_TOKENS:
             raise ConfigError(
                 f"speculative_config: num_speculative_tokens={config.num_speculative_tokens} must be from 1 to "

@@ -173,7 +173,7 @@ class LLMEngine:
             fault_point("step.execute")
             result = self.executor.execute(batch)
             fault_point("step.commit")
-            self.scheduler.observe(batch, time.monotonic() - start_s, result.drafting_s)
+            self.scheduler.observe(batch, time.monotonic() - start_s, result.drafting_s, result.num_passes)
             return result
         except BaseException:
             with self._accounting():

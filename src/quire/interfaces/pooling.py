@@ -76,34 +76,37 @@ def pooling_output(output: RequestOutput, kind: type[_Request], outputs: type[Po
     )
 
 
-def tokenized(inputs: PoolingInputs, given: Sequence[Prompt | Pair], params: PoolingParams) -> list[Tokenized]:
+def tokenized(
+    inputs: PoolingInputs, given: Sequence[Prompt | Pair], params: PoolingParams, add_special_tokens: bool = True
+) -> list[Tokenized]:
     """Return prompts with token ids; those of texts and pairs of texts are cut as the parameters say. In the place of
     one that cannot be made is its error. This may run in any thread."""
     spec, made = inputs.spec(params), list[Tokenized]()
     for place, prompt in enumerate(given):
         try:
             with failures_named(f"number {place}", "when it was tokenized"):
-                made.append(_tokenized(inputs, prompt, params, spec))
+                made.append(_tokenized(inputs, prompt, params, spec, add_special_tokens))
         except (RequestError, RequestFailedError) as error:
             made.append(error)
     return made
 
 
-def _tokenized(inputs: PoolingInputs, prompt: Any, params: PoolingParams, spec: PoolSpec) -> Prompt:
+def _tokenized(
+    inputs: PoolingInputs, prompt: Any, params: PoolingParams, spec: PoolSpec, add_special_tokens: bool
+) -> Prompt:
     made: dict[str, Any]
     if isinstance(prompt, tuple) and len(prompt) == 2 and all(isinstance(text, str) for text in prompt):
         token_ids, types = inputs.encode_pair(prompt, params)
         made = {"prompt_token_ids": token_ids, "token_type_ids": types}
     elif (text := _text(prompt)) is not None:
-        token_ids = inputs.encode(text, params)
+        token_ids = inputs.encode(text, params, add_special_tokens)
         salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
         made = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": salt}
     else:
-        ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
-        if isinstance(ids, list | tuple) and params.truncate_prompt_tokens is None:
-            inputs.check_length(len(ids), spec)
-        return prompt  # type: ignore[no-any-return]
-    inputs.check_length(len(token_ids), spec)
+        _, token_ids, salt, types = inputs.prompt(prompt, params, spec)
+        made = {"prompt_token_ids": token_ids, "cache_salt": salt}
+        return made if types is None else made | {"token_type_ids": types}
+    inputs.check(token_ids, spec)
     return made
 
 
@@ -147,13 +150,15 @@ class ScoredPairs:
     def __iter__(self) -> Any:
         return iter([(self.firsts[i if len(self.firsts) > 1 else 0], text) for i, text in enumerate(self.seconds)])
 
-    def joined(self, tokenizer: Tokenizer, chat_template: str | None) -> list[str | Pair]:
+    def joined(
+        self, tokenizer: Tokenizer, chat_template: str | None, variables: Mapping[str, Any] | None = None
+    ) -> list[str | Pair]:
         """Return the pairs, or with a template the texts that it makes of them. Raises TokenizerError for a template
         that is wrong."""
         if chat_template is None:
             return list(self)
         made = [[{"role": "query", "content": a}, {"role": "document", "content": b}] for a, b in self]
-        given: dict[str, Any] = {"chat_template": chat_template, "add_generation_prompt": False}
+        given = {**(variables or {}), "chat_template": chat_template, "add_generation_prompt": False}
         return [tokenizer.apply_chat_template(messages, **given) for messages in made]
 
     def by_cosine(self, outputs: list[EmbeddingRequestOutput]) -> list[ScoringRequestOutput]:

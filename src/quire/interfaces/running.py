@@ -6,7 +6,7 @@ import itertools
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from quire.common.interrupts import interrupt_deferred
 from quire.common.log import logger
 from quire.common.outputs import RequestOutput
 from quire.common.params import PoolingParams
-from quire.common.progress import BarChoice, PromptsBar
+from quire.common.progress import BarChoice, PromptsBar, progress
 from quire.engine.adapters import AnyAdapter
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.requests.input_processor import Prompt
@@ -184,12 +184,15 @@ def run_pooling(
         return found
 
     early = dict[int, Tokenized]()
-    for place in range(len(prompts)):
-        if params[place].truncate_prompt_tokens is None and may_be_too_long(inputs, prompts[place]):
+    whole = (place for place in range(len(prompts)) if params[place].truncate_prompt_tokens is None)
+    long = [place for place in whole if may_be_too_long(inputs, prompts[place])]
+    with progress("tokenizing", len(long), "text") if use_tqdm else nullcontext(lambda: None) as advance:
+        for place in long:
             (made,) = tokenize((place,))
             if isinstance(made, PromptTooLongError):
                 raise made if alone else PromptTooLongError(f"prompt {place}: {made}")
             early[place] = _with_ids(made, partial(array, "i"))
+            advance()
 
     def tokenize_others(places: Sequence[int]) -> list[Tokenized]:
         others = iter(tokenize([place for place in places if place not in early]))

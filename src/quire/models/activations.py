@@ -14,6 +14,7 @@ from quire.config.model import ModelConfig
 from quire.kernels.variants import AttentionVariant, EncoderVariant
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.base import Model
+from quire.models.heads.head import DraftHead
 from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerCache
 from quire.models.layers.caches import view_cache
 from quire.models.weights.loader import build_model, open_weights
@@ -63,7 +64,11 @@ def _batch(model: Model, num_tokens: int, has_adapters: bool) -> BatchTensors:
     query_start, seq_lens = _meta((2,), torch.int32), _meta((1,), torch.int32)
     rows_wanted = _meta((0,), torch.int64)
     adapters = tokens if has_adapters else None
-    return BatchTensors(tokens, positions, query_start, seq_lens, (group,), rows_wanted, adapters=adapters)
+    batch = BatchTensors(tokens, positions, query_start, seq_lens, (group,), rows_wanted, adapters=adapters)
+    if isinstance(model, DraftHead):
+        rows_in = (_meta((num_tokens, model.width), model.dtype) for _ in range(2))
+        batch = dataclasses.replace(batch, embeddings=next(rows_in), states=next(rows_in))
+    return batch
 
 
 def _caches(model: Model, config: ModelConfig) -> list[LayerCache]:

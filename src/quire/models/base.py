@@ -30,13 +30,18 @@ class Model(nn.Module, ABC):
     """(regular expression, replacement), applied one after the other to each name of the checkpoint."""
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Module here -> the checkpoint's modules whose weights it stacks."""
-    ignored: ClassVar[tuple[str, ...]] = (r"\.rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$")
-    """Regular expressions of (renamed) tensors that are no weights: tables that old versions saved."""
+    ignored: ClassVar[tuple[str, ...]] = (
+        r"\.rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$", r"^mtp(\.|_\w+\.\d)"
+    )  # fmt: skip
+    """Regular expressions of (renamed) tensors that are no weights: tables that old versions saved, and layers for
+    multi-token prediction, which are a draft head's."""
     num_position_rows: ClassVar[int] = 1
     """1: `forward` takes positions [num_tokens]. More: [num_position_rows, num_tokens]."""
 
     can_record: ClassVar[bool] = True
-    """Whether a forward pass consists of kernels alone, so that it can be recorded and replayed."""
+    """Whether a forward pass can be recorded and replayed."""
+    needs_torch: ClassVar[bool] = False
+    """Whether a forward pass computes with torch too, on one thread, so that its recordings have to hold that."""
     num_logits_alive: ClassVar[int] = 1
     """How many tensors as large as its logits a model with a head has at once, at most."""
 
@@ -74,13 +79,12 @@ class Model(nn.Module, ABC):
         rows: Tensor = self.embed_tokens(batch.token_ids) if batch.embeddings is None else batch.embeddings
         return rows  # [num_tokens, width of the table]
 
-    @classmethod
-    def weight_name(cls, checkpoint_name: str) -> str | None:
+    def weight_name(self, checkpoint_name: str) -> str | None:
         """The model's name for a tensor of the checkpoint; None for one that is no weight."""
         name = checkpoint_name
-        for pattern, replacement in cls.renames:
+        for pattern, replacement in self.renames:
             name = re.sub(pattern, replacement, name)
-        return None if any(re.search(pattern, name) for pattern in cls.ignored) else name
+        return None if any(re.search(pattern, name) for pattern in self.ignored) else name
 
     def weighted_layers(self) -> list[tuple[str, WeightedLayer]]:
         """Every layer with weights, once, by its name in the model."""

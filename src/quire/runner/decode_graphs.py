@@ -5,7 +5,9 @@ In a decode step each sequence runs the tokens whose successors it draws: its ne
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from quire import kernels
 from quire.common.batch import BlockIds, ScheduledSequence
+from quire.kernels.backends.reference_backend import TorchThreads
 from quire.models.base import CausalLM
 from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerCache
 from quire.runner.row_layout import RowLayout, row_layout
@@ -47,6 +50,7 @@ class DecodeGraphs:
         self._kv = kv
         self._block_size = block_size
         self._workspace = workspace
+        self._torch_threads = partial(TorchThreads, 1) if model.needs_torch else nullcontext
         num_groups = 1 + max(layer.group for layer in kv)
         self._token_ids = np.zeros(MAX_ROWS, np.int64)
         self._positions = np.zeros(MAX_ROWS, np.int64)
@@ -75,7 +79,8 @@ class DecodeGraphs:
                 self._recorded.popitem(last=False)
         else:
             self._recorded.move_to_end(shape)
-            recorded.graph.replay()
+            with self._torch_threads():
+                recorded.graph.replay()
         return recorded.logits
 
     def _fill(self, sequences: Sequence[ScheduledSequence], layout: RowLayout) -> None:
@@ -98,7 +103,7 @@ class DecodeGraphs:
     def _record(self, num_seqs: int, num_rows: int, has_adapters: bool) -> _Recorded:
         """Run the step, and keep what it ran."""
         graph = self._backend.graph()
-        with self._workspace.recording(), graph.record():
+        with self._workspace.recording(), graph.record(with_torch=self._model.needs_torch):
             hidden = self._model(self._tensors(num_seqs, num_rows, has_adapters), self._kv)  # [num_rows, hidden]
             logits = self._model.compute_logits(hidden)
         return _Recorded(graph, kernels.borrowed(logits))

@@ -35,13 +35,15 @@ _LONGEST_RECORDED = 40
 
 
 @dataclass(slots=True)
-class _Reading:
+class Reading:
     """A sequence that the draft model reads, and what it has drafted for it."""
 
     place: int
     sequence: ScheduledSequence
     """The tokens of the next pass; `drawn` is the last row, or None if nothing is drafted."""
     ahead: Ahead
+    row: int
+    """The first of its rows in the model's step, or later in the pass before."""
     token_ids: list[int] = field(default_factory=list)
     odds: list[float] = field(default_factory=list)
     probability: float = 1.0
@@ -89,7 +91,7 @@ class DraftRunner:
     def run(self, sequences: Sequence[ScheduledSequence], result: StepResult) -> StepResult:
         """The result of the model's step, and the drafts behind it. A failure costs the drafts alone."""
         start_s = time.monotonic()
-        readings = list[_Reading]()
+        readings = list[Reading]()
         try:
             fault_point("draft.model")
             going_on = readings = self._readings(sequences, result)
@@ -101,50 +103,48 @@ class DraftRunner:
         drafted = {r.place: Drafted(tuple(r.token_ids), tuple(r.odds)) for r in readings}
         return replace(result, drafted=drafted, drafting_s=time.monotonic() - start_s)
 
-    def _readings(self, sequences: Sequence[ScheduledSequence], result: StepResult) -> list[_Reading]:
+    def _readings(self, sequences: Sequence[ScheduledSequence], result: StepResult) -> list[Reading]:
         counts = [0 if s.drawn is None else len(s.drawn.draws) * s.drawn.num_rows for s in sequences]
-        readings = list[_Reading]()
-        for place, (s, count, end) in enumerate(zip(sequences, counts, accumulate(counts), strict=True)):
+        rows = accumulate([len(s.token_ids) for s in sequences], initial=0)
+        readings = list[Reading]()
+        for place, (s, count, end, row) in enumerate(zip(sequences, counts, accumulate(counts), rows, strict=False)):
             has_failed = result.errors and not result.errors.keys().isdisjoint(range(end - count, end))
             if s.ahead is not None and s.end + s.ahead.num_drafts <= self._max_len and not has_failed:
-                readings.append(
-                    _Reading(place, self._to_read(s, s.ahead, result.token_ids[end - count : end]), s.ahead)
-                )
+                to_read = self._to_read(s, s.ahead, result.token_ids[end - count : end])
+                if to_read.token_ids:
+                    readings.append(Reading(place, to_read, s.ahead, row))
         return readings
 
     def _to_read(self, s: ScheduledSequence, ahead: Ahead, drawn_ids: tuple[int, ...]) -> ScheduledSequence:
         """The tokens that it has missed, those that the step accepts, and if it drafts, the one drawn behind them."""
         token_ids, drawn = ahead.unread + s.token_ids, None
         if s.drawn is not None and ahead.num_drafts:
-            (draw,), history = s.drawn.draws, s.drawn.history
-            num_accepted = len(accepted_drafts(s, drawn_ids))
-            num_rejected, newest = s.num_drafts - num_accepted, drawn_ids[num_accepted]
-            token_ids = (*token_ids[: len(token_ids) - num_rejected], newest)
-            if history is not None:
-                history = _longer(history[: len(history) - num_rejected], newest)
-            reduces = self._vocab_sizes[0] < self._vocab_sizes[1]
-            drawn = DrawnRows((_as_draft(draw, reduces),), s.drawn.num_prompt_tokens, 1, history)
+            accepted, history = accepted_tokens(s, drawn_ids)
+            token_ids = ahead.unread + accepted
+            drawn = drawn_as_draft(s.drawn, history, self._vocab_sizes[0] < self._vocab_sizes[1])
         if self._vocab_sizes[0] < self._vocab_sizes[1]:  # numbers without a token that a caller may give
             token_ids = tuple([token_id if token_id < self._vocab_sizes[0] else 0 for token_id in token_ids])
         return ScheduledSequence(s.seq_id, token_ids, s.start - len(ahead.unread), s.block_tables, drawn)
 
-    def _pass(self, readings: list[_Reading]) -> list[_Reading]:
+    def _pass(self, readings: list[Reading]) -> list[Reading]:
         """Read, and draft a token for each sequence that wants one. Returns those that want another."""
         sequences = [reading.sequence for reading in readings]
-        logits = self._logits(sequences)
+        logits = self._logits(readings)
         if logits is None:
             return []
         drawn, vocab_size = self._sampler.sample(logits, sequences), self._vocab_sizes[1]
-        going_on = list[_Reading]()
+        going_on = list[Reading]()
         drafting = [reading for reading in readings if reading.sequence.drawn is not None]
         for row, (reading, token_id) in enumerate(zip(drafting, drawn.token_ids, strict=True)):
             odds = float(np.exp(drawn.logprobs[row].logprobs[0, 0]))
-            if row not in drawn.errors and token_id < vocab_size and reading.take(token_id, odds):
+            is_usable = row not in drawn.errors and token_id < vocab_size and odds > 0.0  # odds may be no number
+            if is_usable and reading.take(token_id, odds):
                 going_on.append(reading)
         return going_on
 
-    def _logits(self, sequences: Sequence[ScheduledSequence]) -> Tensor | None:
+    def _logits(self, readings: Sequence[Reading]) -> Tensor | None:
         """[num_drawn, vocab] float32: of the last row of each sequence that draws; None if none does."""
+        sequences = [reading.sequence for reading in readings]
         lens = [len(s.token_ids) for s in sequences]
         is_decode = max(lens) <= _LONGEST_RECORDED and all(s.drawn is not None for s in sequences)
         if self._can_record and is_decode and sum(lens) <= MAX_ROWS:
@@ -159,6 +159,23 @@ class DraftRunner:
             if not len(tensors.logit_rows):
                 return None
             return self._model.compute_logits(kernels.embedding(tensors.logit_rows, hidden))
+
+
+def accepted_tokens(s: ScheduledSequence, drawn_ids: tuple[int, ...]) -> tuple[tuple[int, ...], TokenIds | None]:
+    """Of a sequence that draws: its tokens in the step as far as they are accepted and the one drawn behind them, and
+    its history up to there if the draw has one."""
+    assert s.drawn is not None
+    num_accepted, history = len(accepted_drafts(s, drawn_ids)), s.drawn.history
+    num_rejected, newest = s.num_drafts - num_accepted, drawn_ids[num_accepted]
+    if history is not None:
+        history = _longer(history[: len(history) - num_rejected], newest)
+    return (*s.token_ids[: len(s.token_ids) - num_rejected], newest), history
+
+
+def drawn_as_draft(drawn: DrawnRows, history: TokenIds | None, reduces: bool) -> DrawnRows:
+    """The last row, of which the likeliest token is drawn, as `_as_draft` says."""
+    (draw,) = drawn.draws
+    return DrawnRows((_as_draft(draw, reduces),), drawn.num_prompt_tokens, 1, history)
 
 
 def _longer(history: TokenIds, token_id: int) -> TokenIds:

@@ -9,8 +9,9 @@ from typing import Any
 from quire.common.errors import ConfigError, OutOfMemoryError
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.cache import CacheConfig
+from quire.config.checkpoint.draft_heads import HeadConfig
 from quire.config.checkpoint.safetensors import SINGLE_FILE
-from quire.config.kv_cache import MAX_BLOCKS_PER_SEQ, KVCacheConfig, KVCacheSpec, NoCacheSpec
+from quire.config.kv_cache import DTYPE_BYTES, MAX_BLOCKS_PER_SEQ, KVCacheConfig, KVCacheSpec, NoCacheSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.machine import DiskSpeed, MachineMemory, disk_speed, format_bytes, machine_memory
 from quire.config.quantization import QUANT_METHOD
@@ -25,21 +26,23 @@ from quire.text.tokenizer.tokenizer import Tokenizer
 DEFAULT_KV_CACHE_LIMIT = 4 * 1024**3
 """taken at most when the user names no size: memory people expect to have left for other programs"""
 _CACHE_SHARE_BESIDE_FILES = 0.25
-"""of the memory that is left, taken at most if experts stay in the file, of which the rest keeps as many as it can"""
+"""of the memory that is left, taken at most if weights stay in the file, of which the rest keeps as many as it can"""
 
 
 @dataclass(frozen=True, slots=True)
 class FileWeights:
-    """Experts that stay in the file: the memory that nothing else takes keeps those that were read last."""
+    """Weights that stay in the file: the memory that nothing else takes keeps those that were read last."""
 
     num_bytes: int
     token_bytes: int
     """The most that one token reads of them. Several tokens at once read at most all."""
     disk: DiskSpeed
+    are_experts: bool
+    """Whether these are the experts of a mixture. Of a dense model they are all quantized matrices."""
 
     @property
     def token_s(self) -> float:
-        """The time of a token whose experts all have to be read from the disk."""
+        """The time of a token whose weights in the file all have to be read from the disk."""
         return self.token_bytes / self.disk.bytes_per_s
 
 
@@ -149,10 +152,13 @@ class MemoryPlan:
         kept = min(self.in_file.num_bytes, max(0, self.machine.available_bytes - self.total_bytes))
         disk = self.in_file.disk
         token, speed = format_bytes(self.in_file.token_bytes), f"{format_bytes(int(disk.bytes_per_s))}/s"
+        what = "experts" if self.in_file.are_experts else "weights"
         return {
-            "experts": f"{format_bytes(self.in_file.num_bytes)} in the file, of which the system can keep about "
+            "experts"
+            if self.in_file.are_experts
+            else "from file": f"{format_bytes(self.in_file.num_bytes)} in the file, of which the system can keep about "
             f"{format_bytes(kept)} in memory",
-            "a token": f"reads {token} of experts, at worst all from the disk: {self.in_file.token_s:.2g} s at {speed} "
+            "a token": f"reads {token} of {what}, at worst all from the disk: {self.in_file.token_s:.2g} s at {speed} "
             f"({'measured' if disk.is_measured else 'assumed'})",
         }
 
@@ -166,8 +172,9 @@ class MemoryPlan:
 def plan_memory(args: EngineArgs) -> MemoryPlan:
     """Resolve `args` and share out the memory. Reads the checkpoint's config and headers, no weights.
 
-    If the weights do not fit, experts of a folder that `quire quantize` saved stay in the file, unless
-    weights_from_file says otherwise; then some pieces of the file are read, to measure how fast that is.
+    If the weights do not fit, those of a folder that `quire quantize` saved stay in the file (of a mixture its experts,
+    of a dense model all quantized matrices), unless weights_from_file says otherwise; then some pieces of the file are
+    read, to measure how fast that is.
 
     Raises ConfigError, CheckpointError, or OutOfMemoryError where no block, or not the max_model_len asked for, fits.
     """
@@ -177,13 +184,15 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     try:
         return _share_out(args, config, weights)
     except OutOfMemoryError as error:
-        if config.model.weights_from_file != "auto" or weights.expert_bytes == 0:
+        is_saved, limit = config.model.quant_method == QUANT_METHOD, config.cache.memory_limit_bytes
+        is_too_large = weights.num_bytes > machine_memory().limited(limit).limit_bytes
+        if config.model.weights_from_file != "auto" or not (weights.expert_bytes or is_saved or is_too_large):
             raise
-        if config.model.quant_method != QUANT_METHOD:
-            name = config.model.model
+        if not is_saved:
+            name, what = config.model.model, "experts" if weights.expert_bytes else "weights"
             raise OutOfMemoryError(
                 f"{error}. Or save the model with `quire quantize {name} FOLDER --quantization int4`, which needs "
-                "little memory, and give FOLDER as the model: its experts can stay in the file"
+                f"little memory, and give FOLDER as the model: its {what} can stay in the file"
             ) from None
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights_from_file="always"))
         return _share_out(args, config, _weight_use(config))
@@ -191,7 +200,7 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
 
 def _check_same_tokens(config: EngineConfig) -> None:
     """Raises ConfigError unless the draft model, if there is one, has the model's tokens under the same ids."""
-    if (draft := config.draft) is None:
+    if (draft := config.draft) is None or draft.head is not None:
         return
     theirs, ours = (Tokenizer.from_path(model.tokenizer_path).vocabulary for model in (draft, config.model))
     if theirs != ours:
@@ -218,7 +227,7 @@ def _share_out(args: EngineArgs, config: EngineConfig, weights: WeightUse) -> Me
     activations = _activation_bytes(model, config)
     if config.draft is not None:
         of_draft = dataclasses.replace(config, model=config.draft, lora=None)
-        activations += _activation_bytes(class_of(config.draft), of_draft)
+        activations += _activation_bytes(class_of(config.draft), of_draft) + _state_bytes(config, config.draft.head)
     least_tokens = 0 if args.fits_model_len else config.model.max_model_len
     share = 1.0 if weights.file_bytes == 0 else _CACHE_SHARE_BESIDE_FILES
     others = weights.num_bytes - weights.file_bytes + adapters + activations
@@ -237,7 +246,7 @@ def _in_file(config: EngineConfig, weights: WeightUse) -> FileWeights | None:
     if weights.file_bytes == 0:
         return None
     speed = disk_speed(config.model.path / SINGLE_FILE)
-    return FileWeights(weights.file_bytes, weights.token_file_bytes, speed)
+    return FileWeights(weights.file_bytes, weights.token_file_bytes, speed, weights.expert_bytes > 0)
 
 
 def _with_whole_sequences(config: EngineConfig, specs: list[KVCacheSpec]) -> EngineConfig:
@@ -255,9 +264,19 @@ def _activation_bytes(model: type[Model], config: EngineConfig) -> int:
     forward = activation_bytes(config.model, config.scheduler.max_num_batched_tokens, config.lora)
     if config.model.runner == "pooling":
         return forward
-    # One for each sample, also where one token of a prompt has several.
-    num_logits = config.scheduler.max_num_seqs + MAX_LOGITS_ROWS
+    # One for each sample, also where one token of a prompt has several, and for each draft.
+    scheduler = config.scheduler
+    num_logits = scheduler.max_num_seqs + scheduler.max_draft_rows + MAX_LOGITS_ROWS
     return forward + num_logits * config.model.vocab_size * 4 * model.num_logits_alive
+
+
+def _state_bytes(config: EngineConfig, head: HeadConfig | None) -> int:
+    """The hidden states of a step: as the model keeps them for a head, and as the head reads them, side by side and
+    then as one beside the embeddings."""
+    if head is None:
+        return 0
+    num_rows = config.scheduler.max_num_batched_tokens * (3 * len(head.places) + 2)
+    return num_rows * head.state_width * DTYPE_BYTES[config.model.dtype]
 
 
 def _kv_cache(

@@ -7,6 +7,7 @@ from quire.common.batch import Batch, StepResult
 from quire.common.errors import CheckpointError, ConfigError
 from quire.common.faults import fault_point
 from quire.common.params import LogprobsMode, PoolerInfo
+from quire.config.checkpoint.draft_heads import HeadConfig
 from quire.config.kv_cache import KVCacheConfig
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
@@ -14,9 +15,12 @@ from quire.config.parallel import ParallelConfig
 from quire.models.adapters.peft import read_adapter
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.base import CausalLM, PoolingModel
-from quire.models.weights.loader import load_servable
+from quire.models.decoder.model import Decoder
+from quire.models.heads.head import DraftHead
+from quire.models.weights.loader import load_model, load_servable
 from quire.runner.cache_engine import CacheEngine
 from quire.runner.draft_runner import DraftRunner
+from quire.runner.head_runner import HeadRunner
 from quire.runner.model_runner import ModelRunner
 from quire.runner.pooling import pooler_info
 
@@ -58,15 +62,39 @@ class Worker:
         self._drafts = None if draft is None else self._draft_runner(model, draft, backend)
 
     def _draft_runner(self, model: ModelConfig, draft: ModelConfig, backend: kernels.Backend) -> DraftRunner:
+        cache = self.cache_engine
+        if draft.head is not None:
+            return self._head_runner(model, draft, draft.head, backend)
         with self._threads:
             loaded = load_servable(draft)
         assert isinstance(loaded, CausalLM)
         return DraftRunner(
             loaded,
-            self.cache_engine.draft_layers,
-            self.cache_engine.config.block_size,
+            cache.draft_layers,
+            cache.config.block_size,
             vocab_sizes=(draft.vocab_size, model.vocab_size),
             max_lens=(draft.max_model_len, model.max_model_len),
+            backend=backend,
+        )
+
+    def _head_runner(
+        self, model: ModelConfig, draft: ModelConfig, config: HeadConfig, backend: kernels.Backend
+    ) -> HeadRunner:
+        """From here on the model keeps the hidden states that the head reads."""
+        cache, drafted = self.cache_engine, self._model
+        with self._threads:
+            head = load_model(draft)
+        assert isinstance(head, DraftHead)
+        assert isinstance(drafted, Decoder)
+        head.share(drafted)
+        return HeadRunner(
+            head,
+            cache.draft_layers,
+            cache.config.block_size,
+            states=drafted.watch(config.places, cache.config.max_chunk or model.max_model_len),
+            targets=config.targets,
+            max_len=model.max_model_len,
+            vocab_size=model.vocab_size,
             backend=backend,
         )
 

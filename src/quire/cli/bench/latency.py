@@ -17,7 +17,9 @@ from quire.engine.llm_engine import LLMEngine
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield one row. `of_limit` is the time to read all weights once, divided by the median time between tokens."""
+    """Yield one row. Tokens of one step count as one interval between tokens, as vLLM's inter-token latency does; its
+    time per output token, which is `per_token_ms`, is a request's time after the first token divided by the other
+    tokens. `of_limit` is the time to read all weights once, divided by the median interval."""
     llm = load_for_bench(options)
     config = llm.engine.model_config
     prompts = random_prompts(options.num_prompts, options.input_len, config.vocab_size)
@@ -27,12 +29,15 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         times = token_times(llm.engine, prompts, options.output_len, options.concurrency, options.request_rate, advance)
     read_s = llm.engine.plan.weight_bytes / Limits.measure(config.dtype).read_bytes_per_s
     between = [later - earlier for tokens in times for earlier, later in pairwise(tokens[1:])]
+    num_later = options.output_len - 1
+    per_token = [(tokens[-1] - tokens[1]) / num_later for tokens in times if num_later]
     yield {
         "model": config.model,
         **{name: getattr(options, name) for name in ("num_prompts", "input_len", "output_len", "request_rate")},
         "concurrency": None if options.request_rate else options.concurrency,
         "first_token_ms": percentiles_ms([tokens[1] - tokens[0] for tokens in times]),
         "between_tokens_ms": percentiles_ms(between) if between else None,
+        "per_token_ms": percentiles_ms(per_token) if per_token else None,
         "of_limit": significant(read_s * 1e3 / percentiles_ms(between)["p50"]) if between else None,
         **acceptance(before, llm.engine.stats()),
     }

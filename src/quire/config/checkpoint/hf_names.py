@@ -4,10 +4,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from quire.common.errors import CheckpointError
+from quire.common.errors import CheckpointError, UnsupportedModelError
 from quire.common.log import logger
 from quire.config.hf_config import HFConfig
 
+LAYER_TYPES = "full_attention", "sliding_attention"
+"""The types of layers that Quire has."""
 _NAMES = {
     "hidden_size": ("n_embd", "d_model", "n_embed", "dim"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
@@ -50,27 +52,50 @@ _NESTED = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
 
 def standard_names(hf: HFConfig) -> HFConfig:
     """The same values, and those that have another name under the one that Quire reads too; of a model for text and
-    images, the values of its text part. Raises CheckpointError for a config that lacks that part."""
-    named = hf.get("architectures")
-    architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+    images, the values of its text part. Raises CheckpointError for a config that lacks that part, and
+    UnsupportedModelError for one that names another type of layers than Quire has, whether its family has types or not.
+    """
+    architecture = _architecture(hf)
     stated = _text_values(hf) if architecture in _NESTED else dict(hf)
     values = {**_DEFAULTS.get(architecture, {}), **stated}
     for name, theirs in _NAMES.items():
         stated_as = next((each for each in (name, *theirs) if stated.get(each) is not None), None)
         if stated_as is not None:
             values[name] = stated[stated_as]
+    _check_layer_types(values.get("layer_types"), hf.source)
     if _AFTER_PADDING.match(architecture):
-        named = HFConfig(values, hf.source)
-        values["max_position_embeddings"] = named.size("max_position_embeddings") - named.count("pad_token_id", 1) - 1
+        values["max_position_embeddings"] = HFConfig(values, hf.source).size("max_position_embeddings") - _unused(hf)
     return HFConfig(values, hf.source)
+
+
+def _check_layer_types(types: Any, source: str) -> None:
+    if unknown := {str(name) for name in types if name not in LAYER_TYPES} if isinstance(types, list) else set():
+        raise UnsupportedModelError(f"{source}: layer_types {sorted(unknown)}: supported are " + ", ".join(LAYER_TYPES))
+
+
+def stated_values(hf: HFConfig) -> dict[str, Any]:
+    """The values of a config that `standard_names` made, so that it makes the same of them again."""
+    if not _AFTER_PADDING.match(_architecture(hf)):
+        return dict(hf)
+    return {**hf, "max_position_embeddings": hf.size("max_position_embeddings") + _unused(hf)}
+
+
+def _architecture(hf: HFConfig) -> str:
+    named = hf.get("architectures")
+    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+
+
+def _unused(hf: HFConfig) -> int:
+    """The number of rows of the table of positions that no token has."""
+    return hf.count("pad_token_id", 1) + 1
 
 
 def _text_values(hf: HFConfig) -> dict[str, Any]:
     """The values of the text part, and those outside of it, which count where both have one."""
     text = hf.section(_TEXT_PART)
-    if text is None and "hidden_size" not in hf:
+    if not text and "hidden_size" not in hf:
         raise CheckpointError(f"{hf.source} has no {_TEXT_PART!r}: this checkpoint is incomplete")
-    if text is None:
+    if not text:
         return dict(hf)  # saved by Quire
     logger.info("%s describes a model that reads images too: Quire loads its text model alone", hf.source)
     outer = {name: value for name, value in hf.items() if name != _TEXT_PART and value is not None}

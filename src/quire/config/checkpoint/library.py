@@ -31,7 +31,7 @@ def implementation(hf: HFConfig, model_impl: str) -> tuple[str, str, HFConfig]:
     if wanted == "transformers":
         return _library_architecture(hf), wanted, _with_sizes(hf)
     try:
-        return supported_architecture(hf), "quire", standard_names(hf)
+        architecture = supported_architecture(hf)
     except UnsupportedModelError as error:
         if wanted != "auto":
             raise
@@ -39,7 +39,8 @@ def implementation(hf: HFConfig, model_impl: str) -> tuple[str, str, HFConfig]:
             architecture = _library_architecture(hf)
         except (ConfigError, UnsupportedModelError) as reason:
             raise UnsupportedModelError(f"{error}; {reason}") from error
-    return architecture, "transformers", _with_sizes(hf)
+        return architecture, "transformers", _with_sizes(hf)
+    return architecture, "quire", standard_names(hf)
 
 
 def library_class(hf: HFConfig) -> Any:
@@ -83,13 +84,25 @@ def _library_architecture(hf: HFConfig) -> str:
             f"{hf.source}: transformers {_library().__version__} has no causal language model "
             f"{str(hf.get('architectures'))[:80]} of model_type {str(hf.get('model_type'))[:80]!r}"
         )
+    if kind._is_stateful:  # said before sizes are looked for, which such models need not have
+        raise UnsupportedModelError(
+            f"{hf.source}: transformers' {kind.__name__} keeps other states than keys and values, such as those of "
+            "state-space models and linear attention, which Quire does not have"
+        )
     return str(kind.__name__)
+
+
+def _is_nested(config: Any) -> bool:
+    try:
+        return config.get_text_config() is not config
+    except ValueError:  # the library finds several text models in it
+        return True
 
 
 def _with_sizes(hf: HFConfig) -> HFConfig:
     """The same values, and those that every model has, under their usual names."""
     config = library_config(hf)
-    if config.get_text_config() is not config:
+    if _is_nested(config):
         raise UnsupportedModelError(f"{hf.source}: a nested config is not supported through transformers")
     rope = getattr(config, "rope_parameters", None) or {}
     types = [section.get("rope_type") for section in (rope, *rope.values()) if isinstance(section, dict)]

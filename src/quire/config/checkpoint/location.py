@@ -25,8 +25,9 @@ TOKENIZER_FILES = (*_CONFIG_FILES, *_VOCABULARIES)
 _NOT_OURS = ("*/*", "consolidated*", "*.bin.index.json")
 """Files that are not downloaded: subfolders (other formats, original weights), and copies of the weights under other
 names."""
-_MODULE_FILES = ("[0-9]*_*/config.json", "[0-9]*_*/model.safetensors")
+MODULE_CONFIGS = "[0-9]*_*/config.json"
 """Of sentence-transformers' modules, in folders such as `2_Dense`."""
+_MODULE_FILES = (MODULE_CONFIGS, "[0-9]*_*/model.safetensors")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _MAX_NAMED = 12
 

@@ -122,6 +122,13 @@ def read_modules(folder: Path, hidden_size: int) -> SentenceModules | None:
     return SentenceModules(read.modes, tuple(read.steps), read.normalizes or read.are_late)
 
 
+def weights_folder(module: DenseModule | NormModule) -> Path:
+    """The folder with the weights of a module. Raises CheckpointError if it has none."""
+    if not (module.folder / WEIGHTS_FILE).exists():
+        raise CheckpointError(f"{module.folder} has no {WEIGHTS_FILE}; pickles (*.bin, *.pt) are never read")
+    return module.folder
+
+
 class _Modules:
     """Reads modules in their order, and how wide a vector is after each."""
 
@@ -198,8 +205,6 @@ class _Modules:
             raise CheckpointError(
                 f"{source}: takes vectors of {width}, but gets {self._width}, before they are normalized"
             )
-        if not (module.folder / WEIGHTS_FILE).exists():
-            raise CheckpointError(f"{module.folder} has no {WEIGHTS_FILE}; pickles (*.bin, *.pt) are never read")
         self.steps.append(module)
 
     def _normalize(self, entry: HFConfig, folder: Path) -> None:

@@ -117,8 +117,11 @@ class Drafting:
                 if count and config.is_adaptive:
                     factor = known.trust[model.name].factor(self._trust[model.name].factor(1.0))
                     rate, best = best_rate(factor * known.reading.mean_odds, times)
-                    count *= best > 0
-                    least = max(0.0, rate * (times[1] - times[0]))  # below these odds a draft is not worth its time
+                    if best:  # a sequence whose drafts are surer than others' may have more than these
+                        count, least = min(count, 2 * best + 1), max(0.0, rate * (times[best] - times[0]) / best)
+                    else:
+                        count = 0
+                        known.reading.forget()
                 count = max(0, min(count, self._num_left(group, seq) - num_drafts - 2))
                 if (ahead := model.ahead(seq, known.reading, num_tokens, count, least)) is not None:
                     planned[seq.seq_id] = ahead
@@ -129,12 +132,15 @@ class Drafting:
         assert self.model is not None, "nothing is received without a draft model"
         self.model.receive(self._known(seq).reading, end, drafted)
 
-    def observe_step(self, batch: Batch, seconds: float, drafting_s: float = 0.0) -> None:
-        """A step took this long, without the draft model. Only decodes alone say how long rows take. Of steps that
-        follow one of the same shape, one in several is looked at: that takes microseconds, and steps of small models
-        not many more."""
+    def observe_step(self, batch: Batch, seconds: float, drafting_s: float = 0.0, num_passes: int = 0) -> None:
+        """A step took this long, without the draft model, which made this number of passes.
+
+        Only decodes alone say how long rows take. Of short steps that follow one of the same
+        shape, one in several is looked at: that takes microseconds, and steps of small models not many more.
+        """
         shape, self._num_equal_steps = (len(batch.sequences), batch.num_tokens), self._num_equal_steps + 1
-        if shape == self._last_shape and self._num_equal_steps < _EQUAL_STEPS:
+        is_short = seconds < SHORTEST_STEP_S
+        if is_short and shape == self._last_shape and self._num_equal_steps < _EQUAL_STEPS:
             return
         with self._contained():
             self._search_time.observe_steps(seconds, self._num_equal_steps, len(batch.sequences))
@@ -143,7 +149,7 @@ class Drafting:
                 if shape in self._seen_shapes:
                     self.row_times.observe(batch.num_tokens, seconds)
                     if self.model is not None:
-                        self.model.observe(batch, drafting_s, seconds, self.row_times)
+                        self.model.observe(drafting_s, num_passes, self.row_times.pace)
                 elif len(self._seen_shapes) == _MOST_SHAPES:
                     self._seen_shapes.clear()
                 self._seen_shapes.add(shape)  # the first step of a shape is recorded, which takes longer

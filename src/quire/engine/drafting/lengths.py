@@ -38,8 +38,8 @@ def best_lengths(
 
 
 def _spacing(count: int) -> int:
-    """The distance between numbers of drafts that are chosen: of 8 to 15 every second one, of 16 to 31 every fourth."""
-    return 1 << max(0, count.bit_length() - 3)
+    """The distance between numbers of drafts that are chosen: of 4 to 7 every second one, of 8 to 15 every fourth."""
+    return 1 << max(0, count.bit_length() - 2)
 
 
 def first_lengths(given: Sequence[int], most: int) -> list[int]:

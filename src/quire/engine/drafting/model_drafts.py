@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate, repeat
 from operator import mul
 
-from quire.common.batch import NOTHING_DRAFTED, Ahead, Batch, Drafted
+from quire.common.batch import NOTHING_DRAFTED, Ahead, Drafted
 from quire.config.speculative import SpeculativeConfig
 from quire.engine.drafting.lookup import NO_DRAFT, Draft
 from quire.engine.drafting.row_times import RowTimes
@@ -16,6 +16,10 @@ from quire.engine.requests.sequence import SequenceGroup
 _MOST_UNREAD = 64
 """A sequence that went on for more tokens than these without drafts gets no more of them."""
 _PASS_RATE = 0.1
+_ODDS_RATE = 0.25
+_USUAL_ODDS = 0.8
+_MOST_OFF = 2.0
+"""A pass counts as at most this many times its expectation, and for the rest as an accident or a recording."""
 
 
 @dataclass(slots=True)
@@ -27,8 +31,17 @@ class ModelReading:
     num_tokens: int = 0
     """Those of the sequence when it drafted."""
     drafted: Drafted = NOTHING_DRAFTED
-    mean_odds: float = 0.8
-    """Of its latest drafts."""
+    mean_odds: float = _USUAL_ODDS
+    """Of its latest drafts, the newest counted most. While there are none it goes back to what is usual, so that one
+    token that was hard to foresee ends them for some steps only."""
+
+    def learn(self, odds: float) -> None:
+        """Learn the mean of the newest drafts' odds."""
+        self.mean_odds += _ODDS_RATE * (odds - self.mean_odds)
+
+    def forget(self) -> None:
+        """No drafts seem worth their time in this step."""
+        self.learn(_USUAL_ODDS)
 
 
 class ModelDrafts:
@@ -39,8 +52,9 @@ class ModelDrafts:
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
+        self._most_unread = 0 if config.has_head else _MOST_UNREAD
         self._pass_time = 0.0
-        """Of the draft model, in the unit of RowTimes.shape."""
+        """Of a pass, in the unit of RowTimes.shape."""
 
     def propose(self, group: SequenceGroup, seq: Seq, most: int) -> Draft:
         """See Drafter. Tokens that a grammar has appended since then must be among the drafts."""
@@ -59,13 +73,15 @@ class ModelDrafts:
         """The draft model has read a sequence's first `end` tokens, which are computed, and drafted behind the next."""
         reading.num_read, reading.num_tokens, reading.drafted = end, end + 1, drafted
         if drafted.odds:
-            reading.mean_odds = sum(drafted.odds) / len(drafted.odds)
+            reading.learn(sum(drafted.odds) / len(drafted.odds))
 
-    def observe(self, batch: Batch, drafting_s: float, seconds: float, rows: RowTimes) -> None:
-        """In a step of decodes the draft model took `drafting_s`, and the model `seconds`."""
-        num_passes = max([0 if s.ahead is None else s.ahead.num_drafts for s in batch.sequences])
-        if num_passes and seconds > 0.0:
-            pass_time = drafting_s / num_passes / seconds * rows.shape(batch.num_tokens)
+    def observe(self, drafting_s: float, num_passes: int, pace: float) -> None:
+        """In a step of decodes the draft model took `drafting_s` for this number of passes; `pace` is the time of one
+        unit."""
+        if num_passes and pace > 0.0:
+            pass_time = drafting_s / num_passes / pace
+            if self._pass_time:
+                pass_time = min(pass_time, _MOST_OFF * self._pass_time)
             self._pass_time += (_PASS_RATE if self._pass_time else 1.0) * (pass_time - self._pass_time)
 
     def times(self, num_decodes: int, rows: RowTimes) -> list[float]:
@@ -77,12 +93,15 @@ class ModelDrafts:
         self, seq: Seq, reading: ModelReading, num_tokens: int, num_drafts: int, least_odds: float
     ) -> Ahead | None:
         """What it does with a sequence that runs `num_tokens` tokens. With a single one it waits until drafts are
-        wanted, and then reads what it has missed."""
+        wanted, and then reads what it has missed. A head waits for nothing: it reads the model's states of the step,
+        which are gone then."""
         start = seq.num_computed_tokens
         read = reading.num_read = start if reading.num_read is None else min(reading.num_read, start)
-        if (num_drafts == 0 and num_tokens == 1) or start - read > _MOST_UNREAD:
+        waits = num_drafts == 0 and num_tokens == 1 and not self._config.has_head
+        if waits or start - read > self._most_unread:
             return None
-        return Ahead(num_drafts, tuple(seq.token_ids[read:start]), least_odds)
+        following = seq.token_ids[start + num_tokens : start + num_tokens + 1]
+        return Ahead(num_drafts, tuple(seq.token_ids[read:start]), least_odds, following[0] if following else None)
 
 
 def best_rate(odds: float, times: list[float]) -> tuple[float, int]:

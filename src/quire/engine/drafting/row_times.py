@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import Any
 
 _PACE_RATE = 0.2
 _SHAPE_RATE = 0.1
-_LONGEST = 4.0
+_MOST_OFF = 1.5
 """A step counts as at most this many times its expectation: another program may have had the cores."""
 _PRIOR_SLOPE = 0.05
 """What a row adds to the time of a step of one row as long as nothing is known: little, so that drafts are tried."""
 _MOST_ROWS = 1024
-_FORGET_AFTER = 512
-"""Steps after which a number of rows that none of them had is forgotten, so that it is tried again."""
+_FORGET_AFTER = 128
+"""Observed steps after which a number of rows that none of them had is forgotten, so that it is tried again."""
 
 
 class RowTimes:
@@ -22,12 +23,18 @@ class RowTimes:
     Few rows read the same weights as one and cost hardly more; with many rows the time grows with each. Where that
     changes, and where the kernels' tiles make steps in it, depends on model, format and machine, so each number of rows
     has its own time. Numbers that were not seen lie on the line between their neighbours.
+
+    Of steps with the same number of rows one after another, only the first says something about the shape: what changes
+    after that is the pace. The first observations of a number count more than later ones, and none replaces what its
+    neighbours say: a single step tells little.
     """
 
     def __init__(self) -> None:
         self._rows: list[int] = []
         self._shape: list[float] = []
+        self._counts: list[int] = []
         self._last_seen: list[int] = []
+        self._last_rows = 0
         self._pace = 0.0
         self._num_steps = 0
 
@@ -38,24 +45,33 @@ class RowTimes:
         self._num_steps += 1
         expected = self.shape(num_rows)
         self._pace = self._pace or seconds / expected
-        ratio = min(_LONGEST, seconds / (self._pace * expected))
+        ratio = min(_MOST_OFF, max(1.0 / _MOST_OFF, seconds / (self._pace * expected)))
         place = bisect_left(self._rows, num_rows)
         if place == len(self._rows) or self._rows[place] != num_rows:
-            self._rows.insert(place, num_rows)
-            self._shape.insert(place, expected * ratio)  # nothing is known about it but this
-            self._last_seen.insert(place, self._num_steps)
-        else:
-            self._shape[place] *= 1.0 + _SHAPE_RATE * (ratio - 1.0)
-            self._pace *= 1.0 + _PACE_RATE * (ratio - 1.0)
-            self._last_seen[place] = self._num_steps
+            for of_rows, value in zip(self._columns, (num_rows, expected, 0, 0), strict=True):
+                of_rows.insert(place, value)
+        if num_rows != self._last_rows:
+            self._counts[place] += 1
+            rate = max(_SHAPE_RATE, 1.0 / (1 + self._counts[place]))
+            self._shape[place] *= 1.0 + rate * (ratio - 1.0)
+        self._pace *= 1.0 + _PACE_RATE * (ratio - 1.0)
+        self._last_seen[place], self._last_rows = self._num_steps, num_rows
         if self._num_steps % _FORGET_AFTER == 0:
             self._forget()
 
+    @property
+    def pace(self) -> float:
+        """The seconds of one unit of `shape`; 0 before the first step."""
+        return self._pace
+
+    @property
+    def _columns(self) -> tuple[list[Any], ...]:
+        return self._rows, self._shape, self._counts, self._last_seen
+
     def _forget(self) -> None:
         kept = [place for place, step in enumerate(self._last_seen) if step > self._num_steps - _FORGET_AFTER]
-        self._rows = [self._rows[place] for place in kept]
-        self._shape = [self._shape[place] for place in kept]
-        self._last_seen = [self._last_seen[place] for place in kept]
+        for of_rows in self._columns:
+            of_rows[:] = [of_rows[place] for place in kept]
 
     def shape(self, num_rows: int) -> float:
         """The time of a step relative to others; only ratios mean something."""

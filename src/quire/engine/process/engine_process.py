@@ -135,9 +135,12 @@ class EngineProcess:
         match message:
             case messages.AddRequest() | messages.AddScoring() | messages.AddPooling():
                 return self._add(message)
+            case messages.AddMany():
+                return [delta for each in message.requests for delta in self._add(each)]
             case messages.Abort():
-                self._keys.pop(message.request_id, None)
-                self.engine.abort_request(message.request_id)
+                for request_id in message.request_ids:
+                    self._keys.pop(request_id, None)
+                    self.engine.abort_request(request_id)
             case messages.InspectAdapter():
                 self._inspector.submit(self._inspect, message)
             case messages.KeepAdapters():
@@ -258,8 +261,8 @@ class EngineProcess:
             try:
                 frame = messages.to_frame(messages.StepDone([delta], stats))
             except messages.ProtocolError:
-                for request_id in [request_id for request_id, key in self._keys.items() if key == delta.key]:
-                    self._handle(messages.Abort(request_id))
+                request_ids = [request_id for request_id, key in self._keys.items() if key == delta.key]
+                self._handle(messages.Abort(request_ids))
                 end = messages.RequestDelta(delta.key, [messages.SequenceDelta(0, [], "abort")], True, error=reason)
                 frame = messages.to_frame(messages.StepDone([end], stats))
             yield frame

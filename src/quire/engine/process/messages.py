@@ -88,6 +88,12 @@ class AddPooling(msgspec.Struct, tag=True, omit_defaults=True):
 AddAny = AddRequest | AddScoring | AddPooling
 
 
+class AddMany(msgspec.Struct, tag=True):
+    """Queue the pooling requests of one caller."""
+
+    requests: list[AddPooling]
+
+
 class InspectAdapter(msgspec.Struct, tag=True):
     """Read the files of a LoRA adapter, without loading it. The answer is an AdapterInspected with this number."""
 
@@ -104,9 +110,9 @@ class KeepAdapters(msgspec.Struct, tag=True):
 
 
 class Abort(msgspec.Struct, tag=True):
-    """Abort a request if it still runs. The engine sends no answer."""
+    """Abort these requests, as far as they still run. The engine sends no answer."""
 
-    request_id: str
+    request_ids: list[str]
 
 
 class SetCacheView(msgspec.Struct, tag=True):
@@ -139,7 +145,9 @@ class Control(msgspec.Struct, tag=True):
     action: Action
 
 
-ToEngine = Start | AddAny | InspectAdapter | KeepAdapters | Abort | SetCacheView | ReadBlocks | ShareHashes | Control
+ToEngine = (
+    Start | AddAny | AddMany | InspectAdapter | KeepAdapters | Abort | SetCacheView | ReadBlocks | ShareHashes | Control
+)
 
 
 class Rows(msgspec.Struct, array_like=True, gc=False):

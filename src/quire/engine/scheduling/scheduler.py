@@ -74,11 +74,11 @@ class Scheduler:
         """The longest cached prefix that leaves the tokens to compute whose successors must still be scored."""
         return self.blocks.look_up(seq.seq_id, seq.token_ids, group.content_key, seq.max_cached_tokens)
 
-    def observe(self, batch: Batch, seconds: float, drafting_s: float = 0.0) -> None:
-        """Learn how long a batch took, and how long of that the draft model."""
+    def observe(self, batch: Batch, seconds: float, drafting_s: float = 0.0, num_passes: int = 0) -> None:
+        """Learn how long a batch took, and how long of that the draft model for its passes."""
         self.step_time.observe(batch.num_tokens, seconds)
         if self.drafting is not None:
-            self.drafting.observe_step(batch, seconds - drafting_s, drafting_s)
+            self.drafting.observe_step(batch, seconds - drafting_s, drafting_s, num_passes)
 
     # The plan
 
@@ -138,7 +138,8 @@ class Scheduler:
     def _add_drafts(self, plan: StepPlan) -> None:
         """Have drafts verified with the tokens, rows and blocks that are left. Nothing is preempted for them, and new
         blocks are taken only if each other sequence can still have one more."""
-        most = min(plan.token_budget, self.config.max_num_seqs - plan.num_seqs)
+        config = self.config
+        most = min(plan.token_budget, config.max_num_seqs + config.max_draft_rows - plan.num_seqs)
         if self.drafting is None or most <= 0 or not self.drafting.may_search:
             return
         decodes = [(group, seq) for group, seq, num_tokens in plan.scheduled if takes_drafts(group, seq, num_tokens)]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from quire.common.errors import EngineDeadError, RequestError, failures_named
+from quire.common.errors import EngineDeadError, RequestError
 from quire.common.lora import LoRARequest
 from quire.common.outputs import EngineStats, PoolingOutput, PoolingRequestOutput, RequestOutput
 from quire.common.params import PoolerInfo, PoolingParams, SamplingParams
@@ -22,11 +21,12 @@ from quire.engine.requests.recommended import recommended_params
 from quire.interfaces.async_llm.adapters import EngineAdapters
 from quire.interfaces.async_llm.dispatcher import Dispatcher
 from quire.interfaces.async_llm.engine_group import EngineGroup
-from quire.interfaces.async_llm.engine_message import AnyParams, Params, check_params, in_thread, text_of_prompt
+from quire.interfaces.async_llm.engine_message import AnyParams, Params, check_params
+from quire.interfaces.async_llm.intake import Intake
 from quire.interfaces.async_llm.listener import RequestListener
 from quire.interfaces.async_llm.output_processor import RequestState
 from quire.interfaces.async_llm.starting import LazyAwaitable, Started, nothing, read_tokenizer, start_engines
-from quire.interfaces.pooling import PIECE, Pair, Tokenized, check_pooling_params, pooling_output, tokenized
+from quire.interfaces.pooling import PIECE, Pair, Tokenized, check_pooling_params, tokenized
 from quire.text.tokenizer.callable_tokenizer import CallableTokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer
 
@@ -65,6 +65,7 @@ class AsyncLLM:
         self._requests = Dispatcher(engines, ready, self._inputs, config.cache.block_size, holds=holds)
         self._adapters = EngineAdapters(engines, self.config)
         self.adapters = self._adapters.table
+        self._intake = Intake(self._inputs, self._adapters, self._requests)
         self.num_bytes = sum(state.num_bytes for state in ready)
         """Memory that weights, activations and KV caches use while no engine sleeps, as planned."""
         self.group = EngineGroup(engines, self._requests, self._adapters)
@@ -155,25 +156,7 @@ class AsyncLLM:
                 if output.finished:
                     return
         finally:
-            self._requests.abort_request(request)
-
-    async def add(
-        self, request_id: str, prompt: Prompt, params: AnyParams, lora_request: AnyAdapter = None
-    ) -> RequestState:
-        """Check a request and send it to an engine, for a caller that waits for outputs itself. Raises RequestError,
-        EngineDeadError or RequestFailedError."""
-        await self.start()
-        self._check_awake()
-        now = time.monotonic()
-        with failures_named(request_id, "when it was added"):
-            adapter = await self._adapters.of_request(lora_request)
-            texts = [
-                text for text in (text_of_prompt(prompt), getattr(params, "prediction", None)) if isinstance(text, str)
-            ]
-            checked = await in_thread(
-                "".join(texts), lambda: self._inputs.request(request_id, prompt, params, now, adapter)
-            )
-        return self._requests.add(checked, params)
+            self._requests.abort_requests([request])
 
     async def encode(
         self,
@@ -191,14 +174,26 @@ class AsyncLLM:
         """
         params = check_pooling_params(pooling_params)
         params = params if priority is None else msgspec.structs.replace(params, priority=priority)
-        request = await self.add(request_id, prompt, params, lora_request)
-        try:
-            await request.drain()
-            yield pooling_output(await request.next_output(), PoolingRequestOutput, PoolingOutput)
-        finally:
-            self._requests.abort_request(request)
+        yield (await self.encode_many([prompt], params, [request_id], lora_request=lora_request))[0]
 
-    async def pooling_prompts(self, given: Sequence[Prompt | Pair], pooling_params: PoolingParams) -> list[Tokenized]:
+    async def encode_many(
+        self,
+        prompts: Sequence[Prompt],
+        pooling_params: PoolingParams,
+        request_ids: Sequence[str],
+        *,
+        lora_request: AnyAdapter = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return the outputs of several pooling requests, as `encode` yields them. They go to the engine in few
+        messages. If one fails, its error is raised, and the others are aborted, as they are if the call is cancelled.
+        """
+        params = check_pooling_params(pooling_params)
+        await self._begin()
+        return await self._intake.encode(request_ids, prompts, params, lora_request)
+
+    async def pooling_prompts(
+        self, given: Sequence[Prompt | Pair], pooling_params: PoolingParams, *, add_special_tokens: bool = True
+    ) -> list[Tokenized]:
         """Return prompts for `encode`: texts, and pairs of texts for a cross-encoder, become token ids, cut as the
         parameters say. In the place of one that is wrong is its error.
 
@@ -207,7 +202,8 @@ class AsyncLLM:
         params, made = check_pooling_params(pooling_params), list[Tokenized]()
         await self.start()
         for start in range(0, len(given), PIECE):
-            made += await asyncio.to_thread(tokenized, self._inputs.pooling, given[start : start + PIECE], params)
+            piece = given[start : start + PIECE]
+            made += await asyncio.to_thread(tokenized, self._inputs.pooling, piece, params, add_special_tokens)
         return made
 
     @property
@@ -232,27 +228,26 @@ class AsyncLLM:
             await request.drain()
             return await request.next_output()
         finally:
-            self._requests.abort_request(request)
+            self._requests.abort_requests([request])
+
+    async def add(
+        self, request_id: str, prompt: Prompt, params: AnyParams, lora_request: AnyAdapter = None
+    ) -> RequestState:
+        """Send a request to an engine, for a caller that waits for its outputs. Raises what `generate` raises."""
+        await self._begin()
+        return await self._intake.add(request_id, prompt, params, lora_request)
 
     async def add_scoring(
         self, request_id: str, context: Prompt, continuation: Prompt | None, lora_request: AnyAdapter = None
     ) -> RequestState:
-        """Check a request of `score_tokens` and send it to an engine, as `add` does."""
-        await self.start()
-        self._check_awake()
-        texts = [text_of_prompt(prompt) or "" for prompt in (context, continuation) if prompt is not None]
-        now = time.monotonic()
-        with failures_named(request_id, "when it was added"):
-            adapter = await self._adapters.of_request(lora_request)
-            checked = await in_thread(
-                "".join(texts), lambda: self._inputs.scoring_request(request_id, context, continuation, now, adapter)
-            )
-        return self._requests.add(checked)
+        """Send a request of `score_tokens` to an engine, as `add` does."""
+        await self._begin()
+        return await self._intake.add_scoring(request_id, context, continuation, lora_request)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Raises PromptTooLongError if no prompt can be as long."""
         await self.start()
-        return await in_thread(text, lambda: self._inputs.encode(text, add_special_tokens))
+        return await self._intake.tokenize(text, add_special_tokens)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any) -> dict[str, Any]:
         """Return a conversation's prompt as `generate` takes it; for arguments see Tokenizer.apply_chat_template.
@@ -346,7 +341,9 @@ class AsyncLLM:
         """
         return await self.group.watchers[engine].block_tokens(tier, block_ids)
 
-    def _check_awake(self) -> None:
+    async def _begin(self) -> None:
+        """Start the engines, if they have not been started. Raises RequestError while they sleep."""
+        await self.start()
         if self.group.is_sleeping:
             raise RequestError("the engine sleeps: call wake_up() first")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from quire.common.errors import InvalidParamsError, RequestError
@@ -69,26 +70,57 @@ class Dispatcher:
 
         Parameters without a seed get one here, so that every engine samples the same tokens for them.
         """
-        request_id = checked.outputs.request_id
-        if request_id in self._request_ids:
-            raise RequestError(f"request id {request_id!r} is in use by an unfinished request: choose another")
-        key, self._num_keys = self._num_keys, self._num_keys + 1
+        return self.add_all([checked], params, asyncio.Event())[0]
+
+    def add_all(
+        self, checked: Sequence[CheckedRequest], params: AnyParams | None, changed: asyncio.Event
+    ) -> list[RequestState]:
+        """As `add`, for several requests whose caller awaits the same event. Pooling requests are one message for each
+        engine."""
+        first, self._num_keys = self._num_keys, self._num_keys + len(checked)
+        request_ids = [each.outputs.request_id for each in checked]
+        for request_id, count in Counter(request_ids).items():
+            if count > 1 or request_id in self._request_ids:
+                raise RequestError(f"request id {request_id!r} is in use by an unfinished request: choose another")
+        made: list[RequestState] = []
         try:
-            message = engine_message(key, checked, params, self._inputs.seed(self._num_seeds))
-            hashes = self._hashes(checked, message)
-            table = self._choose(hashes, len(message.token_ids)) or self._next_table()
-            if table.is_running or table.engine.is_lost or not self._holds:
-                table.engine.send(message)
+            seed = self._inputs.seed(self._num_seeds)
+            added = [engine_message(key, each, params, seed) for key, each in enumerate(checked, first)]
+            for message, each in zip(added, checked, strict=True):
+                made.append(RequestState(message, each.outputs, each.sample, changed, self._hashes(each, message)))
+                self._place(made[-1])
+            self._send(made)
         except (OverflowError, TypeError, UnicodeError, ProtocolError) as error:
+            self._take_back(made)
             raise InvalidParamsError(f"the request cannot be sent to the engine: {error}") from error
+        except BaseException:
+            self._take_back(made)
+            raise
         self._num_seeds += params is not None and not isinstance(params, PoolingParams)
-        request = RequestState(message, checked.outputs, checked.sample, hashes)
+        for request in made:
+            self._request_ids[request.message.request_id] = request
+            given = request.outputs.params if params is None or isinstance(params, PoolingParams) else params
+            self._notify("on_request_start", request.message.request_id, len(request.message.token_ids), given)
+        return made
+
+    def _place(self, request: RequestState) -> None:
+        """Choose the request's engine: one that runs or, if none does, one that is expected to."""
+        table = self._choose(request.hashes, len(request.message.token_ids)) or self._next_table()
         table.hold(request)
         self.begin_route(request, table)
-        self._request_ids[request_id] = request
-        known = checked.outputs.params if params is None or isinstance(params, PoolingParams) else params
-        self._notify("on_request_start", request_id, len(message.token_ids), known)
-        return request
+
+    def _send(self, requests: Sequence[RequestState]) -> None:
+        for table in self.tables:
+            messages = [request.message for request in requests if request.table is table]
+            if messages and (table.is_running or table.engine.is_lost or not self._holds):
+                table.send(messages)
+
+    def _take_back(self, requests: Sequence[RequestState]) -> None:
+        """These requests were not sent."""
+        for request in requests:
+            if request.table is not None:
+                request.table.release(request)
+                request.table = None
 
     def _hashes(self, checked: CheckedRequest, message: AddAny) -> Sequence[BlockHash]:
         """The hashes of the prompt's full blocks; none where there is nothing to choose."""
@@ -122,15 +154,21 @@ class Dispatcher:
             self._router.end(request.route)
             request.route = None
 
+    async def drain(self) -> None:
+        """Wait until little is left to send, as far as engines run."""
+        for table in self.tables:
+            await table.engine.drain()
+
     def abort(self, request_id: str) -> None:
         """Abort the request with this id, if there is one."""
         if (request := self._request_ids.get(request_id)) is not None:
-            self.abort_request(request)
+            self.abort_requests([request])
 
-    def abort_request(self, request: RequestState) -> None:
-        """Abort a request unless it has ended."""
-        if request.table is not None:
-            request.table.abort(request)
+    def abort_requests(self, requests: Iterable[RequestState]) -> None:
+        """Abort those of the requests that have not ended."""
+        running = [request for request in requests if request.table is not None]
+        for table in self.tables:
+            table.abort([request for request in running if request.table is table])
 
     def on_report(self, table: RequestTable, report: PrefixReport) -> None:
         """An engine says which prefixes it holds."""

@@ -1,11 +1,8 @@
-"""A request on its way to the engine process: its parameters are checked, long texts are tokenized in a thread, and it
-becomes a message."""
+"""Conversion of a request to the message that is sent to the engine process."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -13,13 +10,10 @@ from msgspec.structs import replace
 from quire.common.errors import InvalidParamsError
 from quire.common.params import BeamSearchParams, PoolingParams, SamplingParams
 from quire.engine.process.messages import AddAny, AddPooling, AddRequest, AddScoring
-from quire.engine.requests.input_processor import CheckedRequest, Prompt
+from quire.engine.requests.input_processor import CheckedRequest
 
-_LONG_TEXT = 4096
-"""Number of characters from which a text is tokenized in a thread; a shorter one takes about a millisecond."""
 Params = SamplingParams | BeamSearchParams
 AnyParams = Params | PoolingParams
-_T = TypeVar("_T")
 
 
 def engine_message(key: int, request: CheckedRequest, params: AnyParams | None, seed: int) -> AddAny:
@@ -69,14 +63,3 @@ def check_params(params: Any) -> None:
     for name in ("logits_processors", "extra_args") if isinstance(params, SamplingParams) else ():
         if getattr(params, name):
             raise InvalidParamsError(f"{name} cannot be sent to the engine process: use it with LLM only")
-
-
-def text_of_prompt(prompt: Prompt) -> str | None:
-    """Return the text that must be tokenized; None if the prompt has token ids."""
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) and not prompt.get("prompt_token_ids") else prompt
-    return text if isinstance(text, str) else None
-
-
-async def in_thread(text: str | None, make: Callable[[], _T]) -> _T:
-    """Return the result of `make`, called in a thread if it tokenizes a long text."""
-    return make() if text is None or len(text) < _LONG_TEXT else await asyncio.to_thread(make)

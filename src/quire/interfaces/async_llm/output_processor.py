@@ -35,9 +35,15 @@ class RequestState:
     """
 
     def __init__(
-        self, message: AddAny, outputs: OutputBuilder, sample: SampleOutput, hashes: Sequence[BlockHash] = ()
+        self,
+        message: AddAny,
+        outputs: OutputBuilder,
+        sample: SampleOutput,
+        changed: asyncio.Event | None = None,
+        hashes: Sequence[BlockHash] = (),
     ) -> None:
-        """`message` is the one that adds the request to an engine; `sample` is its first sample."""
+        """`message` is the one that adds the request to an engine; `sample` is its first sample; `changed` is set when
+        there is a new output."""
         self.message = message
         self.hashes = hashes
         """The hashes of the prompt's full blocks, if there are several engines to choose from."""
@@ -54,7 +60,7 @@ class RequestState:
         """For each sample by index, the emitted tokens that an engine generating it again has not yet repeated."""
         self._is_beam_search = isinstance(message, AddRequest) and message.is_beam_search
         self._beams: list[CompletionOutput] | None = None
-        self._changed = asyncio.Event()
+        self._changed = changed or asyncio.Event()
         self._failure: QuireError | None = None
         self.is_finished = False
         """Whether the request has ended."""
@@ -80,8 +86,11 @@ class RequestState:
         """Wait for new tokens or the end, and return the next output. Raises the error if the request has failed."""
         await self._changed.wait()
         self._changed.clear()
-        if self._failure is not None:
-            raise self._failure
+        return await self.output()
+
+    async def output(self) -> RequestOutput:
+        """Return what there is now. Raises the error if the request has failed."""
+        self.raise_failure()
         try:
             with failures_named(self.message.request_id, "when its output was made"):
                 await self._make_logprobs()
@@ -89,6 +98,11 @@ class RequestState:
         except QuireError as error:
             self.fail(error)
             raise
+
+    def raise_failure(self) -> None:
+        """Raise the error if the request has failed."""
+        if self._failure is not None:
+            raise self._failure
 
     async def _make_logprobs(self) -> None:
         """Convert log-probabilities a few rows at a time, and let other requests run in between."""

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quire.common.errors import EngineDeadError, QuireError, error_named, failures_named
 from quire.common.log import logger
 from quire.common.outputs import EngineStats
-from quire.engine.process.messages import Abort, Event, PrefixReport, Ready, RequestDelta, StepDone
+from quire.engine.process.messages import (
+    Abort,
+    AddAny,
+    AddMany,
+    AddPooling,
+    Event,
+    PrefixReport,
+    Ready,
+    RequestDelta,
+    StepDone,
+)
 from quire.interfaces.async_llm.output_processor import RequestState
 from quire.interfaces.async_llm.supervisor import Supervisor
 
@@ -60,11 +71,23 @@ class RequestTable:
         del self.requests[request.message.key]
         self._dispatcher.end_route(request)
 
-    def abort(self, request: RequestState) -> None:
-        """Abort a request unless it has ended."""
-        if request.message.key in self.requests:
+    def send(self, added: Sequence[AddAny]) -> None:
+        """Send requests to the engine; several pooling requests are one message. Raises EngineDeadError and what
+        `to_frame` raises."""
+        pooling = [message for message in added if isinstance(message, AddPooling)]
+        if len(pooling) > 1:
+            self.engine.send(AddMany(pooling))
+            return
+        for message in added:
+            self.engine.send(message)
+
+    def abort(self, requests: Iterable[RequestState]) -> None:
+        """Abort those of the requests that have not ended."""
+        running = [request for request in requests if request.message.key in self.requests]
+        for request in running:
             request.abort()
-            self._end(request, is_running=True)
+            self._end(request)
+        self._abort_in_engine(running)
 
     def on_message(self, message: Event) -> None:
         """Apply the deltas of a step to their requests."""
@@ -83,7 +106,7 @@ class RequestTable:
             except QuireError as error:
                 logger.error("%s", error, exc_info=error)
                 request.fail(error)
-                self.abort(request)
+                self.abort([request])
         self._dispatcher.notify_step()
 
     def on_death(self, error: EngineDeadError) -> None:
@@ -122,15 +145,18 @@ class RequestTable:
         if num_tokens:
             self._dispatcher.on_tokens(request, num_tokens, now)
         if request.is_finished:
-            self._end(request, is_running=not delta.finished)
+            self._end(request)
+            self._abort_in_engine([] if delta.finished else [request])
 
     def _fail(self, request: RequestState, error: QuireError) -> None:
         request.fail(error)
-        self._end(request, is_running=False)
+        self._end(request)
 
-    def _end(self, request: RequestState, *, is_running: bool) -> None:
-        """Remove a request, and abort it in the engine if it still runs there."""
+    def _abort_in_engine(self, requests: Sequence[RequestState]) -> None:
+        if requests and self.is_running:
+            self.engine.send(Abort([request.message.request_id for request in requests]))
+
+    def _end(self, request: RequestState) -> None:
+        """Remove a request."""
         self.release(request)
-        if is_running and self.is_running:
-            self.engine.send(Abort(request.message.request_id))
         self._dispatcher.on_end(request)

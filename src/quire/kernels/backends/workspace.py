@@ -70,6 +70,10 @@ class Workspace:
             assert piece is not None
         return torch.frombuffer(piece, dtype=dtype, count=count).view(shape)
 
+    def holds(self, address: int) -> bool:
+        """Whether the address lies in one of its regions."""
+        return any(0 <= address - region.address < region.num_bytes for region in self._regions)
+
     @property
     def num_bytes_taken(self) -> int:
         """Bytes in tensors that are alive."""
@@ -90,6 +94,7 @@ class _Region:
     def __init__(self, num_bytes: int) -> None:
         num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._memory = memoryview(_huge_pages(num_bytes))
+        self.address, self.num_bytes = ctypes.addressof(ctypes.c_char.from_buffer(self._memory)), num_bytes
         self._free = [(0, num_bytes)]  # sorted, none touching the next
         self._returned: deque[tuple[int, int]] = deque()  # appended to when a tensor dies, which may be within `take`
 
@@ -163,9 +168,29 @@ class WeightMemory:
 
 
 def borrowed(tensor: Tensor) -> Tensor:
-    """The same contiguous memory, not kept alive: its Workspace may reuse it for other outputs."""
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+    """The same memory, not kept alive: its Workspace may reuse it for other outputs."""
+    memory = (ctypes.c_char * (_span(tensor) * tensor.itemsize)).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def lent(tensor: Tensor) -> Tensor:
+    """The tensor; borrowed, if it lies in the workspace that this thread has entered."""
+    workspace = _active.workspace
+    is_inside = workspace is not None and tensor.numel() > 0 and workspace.holds(tensor.data_ptr())
+    return borrowed(tensor) if is_inside else tensor
+
+
+def placed(tensor: Tensor) -> Tensor:
+    """A copy as `empty` places it, whose dimensions follow each other in memory as the tensor's do, if it is dense."""
+    is_dense = tensor.numel() > 0 and _span(tensor) == tensor.numel()
+    place = empty((tensor.numel(),), tensor.dtype)
+    place = place.as_strided(tensor.shape, tensor.stride()) if is_dense else place.view(tensor.shape)
+    return place.copy_(tensor)
+
+
+def _span(tensor: Tensor) -> int:
+    """Elements from the first one to the last."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def zeroed_blocks(num_blocks: int, block_bytes: int) -> Tensor:

@@ -35,7 +35,7 @@ class SelfAttention(nn.Module):
         is_apart, is_transposed = shape.qkv_layout is QKVLayout.APART, shape.is_transposed
         make = Linear if shape.clip is None or shape.head_norm is not None else partial(ClippedLinear, shape.clip)
         self.qkv_proj = make(
-            hidden_size,
+            shape.input_width or hidden_size,
             sizes if is_apart else sum(sizes),
             bias=shape.qkv_bias,
             dtype=dtype,

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from quire import kernels
 from quire.common.errors import UnsupportedModelError
+from quire.config.checkpoint.draft_heads import OUTPUT
 from quire.config.hf_config import HFConfig
 from quire.config.kv_cache import KVCacheSpec, NoCacheSpec
 from quire.config.model import ModelConfig, rope_config
@@ -16,6 +17,7 @@ from quire.models.base import CausalLM
 from quire.models.decoder.layers import LAYERS, DecoderLayer, summing
 from quire.models.decoder.reading import check_experts, read_heads
 from quire.models.decoder.shapes import AttentionShape, DecoderShape, LayerShape, MLPShape
+from quire.models.decoder.watch import Watch
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.batch_tensors import BatchTensors, LayerCache
 from quire.models.layers.embedding import Embedding, TiedLmHead, token_table
@@ -60,6 +62,8 @@ class Decoder(CausalLM):
                 f"{config.hf_config.source}: attention in both directions ('use_bidirectional_attention' is true, or "
                 "'is_causal' false) is for models that pool (runner='pooling'): text is generated from left to right"
             )
+        self._widths = shape.hidden_size, shape.embed_width
+        self._dtype = shape.dtype
         self.embed_tokens = token_table(
             config.vocab_size, shape.embed_width, shape.embed_multiplier, shape.dtype, packed=shape.is_tied and has_head
         )
@@ -71,6 +75,7 @@ class Decoder(CausalLM):
             made = self._make_layer(config, layer, shape, has_x)
             has_x = made.returns_x
             self.layers.append(made)
+        self._passes: list[Callable[..., Any]] = list(self.layers)
         self.norm = None if shape.final_norm is None else make_norm(shape.hidden_size, shape.final_norm)
         self._sum = summing(self.norm, has_x=has_x)
         self._after: list[Step] = []
@@ -179,12 +184,26 @@ class Decoder(CausalLM):
         for step in self._before:
             residual = step(residual, batch)  # at last [num_tokens, hidden]
         x: Tensor | None = None
-        for layer, layer_kv in zip(self.layers, kv, strict=True):
+        for layer, layer_kv in zip(self._passes, kv, strict=True):
             x, residual = layer(x, residual, batch, layer_kv)
-        hidden = self._sum(x, residual)
+        hidden: Tensor = self._sum(x, residual)
         for step in self._after:
             hidden = step(hidden, batch)
         return hidden
+
+    def watch(self, places: Sequence[int], num_tokens: int) -> list[Tensor]:
+        """From now on each pass of at most `num_tokens` tokens also writes hidden states to these tensors
+        [num_tokens, width], row by row: what the layer of this number gets, or what the model gives (OUTPUT)."""
+        watched = list[Tensor]()
+        for place in places:
+            if place == OUTPUT:
+                watch = Watch(self._widths[1], self._dtype, num_tokens)
+                self._after.append(watch.keep)
+            else:
+                watch = Watch(self._widths[0], self._dtype, num_tokens)
+                self._passes[place] = partial(watch.run, self._passes[place])
+            watched.append(watch.rows)
+        return watched
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits = super().compute_logits(hidden)

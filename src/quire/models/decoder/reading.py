@@ -4,14 +4,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from quire import kernels
-from quire.common.errors import CheckpointError, KernelError, UnsupportedModelError
+from quire.common.errors import CheckpointError, KernelError
+from quire.config.checkpoint.hf_names import LAYER_TYPES
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.shapes import LayerShape
 from quire.models.layers.experts import ExpertsShape
 from quire.models.weights.stacked import Stack
 
 _MAX_EXPERTS = 65536
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING = LAYER_TYPES
 
 
 def read_heads(hf: HFConfig, head_dim: int | None = None) -> tuple[int, int, int]:
@@ -48,8 +49,6 @@ def layer_type(hf: HFConfig, layer: int, default: Callable[[int], str]) -> str:
     types = hf.get("layer_types") or [default(i) for i in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers:
         raise CheckpointError(f"{hf.source}: 'layer_types' must be a list of {num_layers} names, one per layer")
-    if unknown := sorted({str(name) for name in types} - {FULL, SLIDING}):
-        raise UnsupportedModelError(f"{hf.source}: layer_types {unknown}: supported are {FULL}, {SLIDING}")
     return str(types[layer])
 
 
@@ -69,7 +68,7 @@ def check_experts(hf: HFConfig, layers: Sequence[LayerShape]) -> None:
 
 
 def prediction_layer(hf: HFConfig) -> Stack:
-    """Leaves out the layer behind the last one, which predicts further tokens."""
+    """Leaves out the layer behind the last one, which predicts further tokens: a draft head reads it."""
     return Stack(rf"^model\.layers\.{hf.size('num_hidden_layers')}\.", ())
 
 

@@ -78,6 +78,8 @@ class AttentionShape:
     """Queries, keys and values are clipped to [-clip, clip], after norms of heads and before they are rotated."""
     output_multiplier: float = 1.0
     """Of what attention gives, before it is summed."""
+    input_width: int | None = None
+    """The width of what it reads. None: the hidden size."""
 
     def cache_spec(self, dtype: str) -> KVCacheSpec:
         """What it keeps, in `dtype`."""

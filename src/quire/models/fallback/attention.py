@@ -99,7 +99,9 @@ class Survey:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         module, layer = call.module, getattr(call.module, "layer_idx", None)
         name = type(module).__name__
-        asked = [key for key, value in call.others.items() if value is not None and key not in _KNOWN]
+        asked = [
+            key for key, value in call.others.items() if value is not None and value is not False and key not in _KNOWN
+        ]
         problems = {
             "has no layer_idx": not isinstance(layer, int),
             "attends more than once": layer in self.specs,

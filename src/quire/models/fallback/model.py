@@ -14,11 +14,21 @@ from quire.config.model import ModelConfig
 from quire.kernels.backends.reference_backend import TorchThreads
 from quire.models.base import CausalLM
 from quire.models.fallback.attention import NAME, STEP, PagedStep, Survey, attention
-from quire.models.fallback.modules import CurrentBatch, GivenHidden, Head, InnerLinear, OwnTensors, TokenTable
+from quire.models.fallback.modules import (
+    GATE_UP,
+    CurrentBatch,
+    GivenHidden,
+    Head,
+    InnerExperts,
+    InnerLinear,
+    OwnTensors,
+    TokenTable,
+)
 from quire.models.layers.batch_tensors import BatchTensors, LayerCache
 from quire.models.layers.embedding import TiedLmHead
 from quire.models.layers.linear import LmHead
 from quire.models.layers.weighted_layer import WeightedLayer
+from quire.models.weights.stacked import STACKS, Stack
 
 _WINDOWS = {"full_attention": False, "sliding_attention": True}
 """The kinds of layers that the library's configs may name, and whether they have a window."""
@@ -29,20 +39,24 @@ class TransformersCausalLM(CausalLM):
 
     Made on torch's meta device. Its `nn.Linear`s, token table and head are replaced by Quire's, so that quantization,
     stored formats and adapters apply; its attention is Quire's, over the paged cache. Everything else is the library's
-    modules with torch's arithmetic, so equal bits in another batch are not promised, and steps cannot be recorded.
-    Torch computes it on one thread: more would wait for the cores on which the threads of the kernels run.
+    modules with torch's arithmetic, so equal bits in another batch are not promised. Running on the meta device shows
+    that nothing in Python depends on values, so that decode steps can be recorded. Torch computes on one thread: more
+    would wait for the cores on which the threads of the kernels run.
 
     What the layers keep is found out by running them on the meta device, not read from the config. Raises
     UnsupportedModelError, before weights are read, for a model that keeps or does something else.
     """
 
-    can_record: ClassVar[bool] = False
+    needs_torch: ClassVar[bool] = True
     num_logits_alive: ClassVar[int] = 3
+    fused: ClassVar[Mapping[str, tuple[str, ...]]] = {GATE_UP: ("gate_proj", "up_proj")}
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         model = _empty_model(config)
         try:
+            self._renamings = _renamings(model)
+            _replace_experts(model)
             survey = _survey(model, config)
             _fill_buffers(model)
             self._layers = list(_replaced_layers(model, current := CurrentBatch()))
@@ -65,6 +79,17 @@ class TransformersCausalLM(CausalLM):
     @classmethod
     def copies(cls, config: ModelConfig) -> Mapping[str, str]:
         return _tied(library_class(config.hf_config), library_config(config.hf_config))
+
+    @classmethod
+    def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
+        return STACKS
+
+    def weight_name(self, checkpoint_name: str) -> str | None:
+        """As the library renames tensors of checkpoints that its models were published with."""
+        name = checkpoint_name
+        for renaming in self._renamings:
+            name, _ = renaming.rename_source_key(name)
+        return super().weight_name(name)
 
     def weighted_layers(self) -> list[tuple[str, WeightedLayer]]:
         """Every layer with weights, by its name in the library's model."""
@@ -93,8 +118,6 @@ def _empty_model(config: ModelConfig) -> Any:
     transformers.AttentionInterface.register(NAME, attention)
     kind = library_class(config.hf_config)
     where = f"{config.model}: transformers' {config.architecture}"
-    if kind._is_stateful:
-        raise UnsupportedModelError(f"{where} keeps other states than keys and values, which Quire does not have")
     if not kind._supports_attention_backend:
         raise UnsupportedModelError(f"{where} does not let its attention be replaced")
     try:
@@ -104,6 +127,20 @@ def _empty_model(config: ModelConfig) -> Any:
             ).eval()
     except Exception as error:  # each class of the library has its own errors for values that do not fit
         raise UnsupportedModelError(f"{where} cannot be made of this config: {' '.join(str(error).split())}") from error
+
+
+def _renamings(model: Any) -> list[Any]:
+    """What the library renames in the checkpoints of a model. Those that depend on other tensors are left out."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    return [each for each in get_model_conversion_mapping(model) if type(each) is WeightRenaming]
+
+
+def _replace_experts(model: Any) -> None:
+    for name, module in list(model.named_modules()):
+        if InnerExperts.fits(module):
+            model.set_submodule(name, InnerExperts(module))
 
 
 def _survey(model: Any, config: ModelConfig) -> Survey:
@@ -189,6 +226,8 @@ def _replaced_layers(model: Any, current: CurrentBatch) -> Iterator[tuple[str, W
             inner = InnerLinear(module, current)
             model.set_submodule(name, inner)
             yield name, inner.linear
+        elif isinstance(module, InnerExperts):
+            yield from ((f"{name}.{own}", layer) for own, layer in module.projections())
         elif (others := OwnTensors(module)).weight_specs():
             yield name, others
 

@@ -2,15 +2,22 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quire import kernels
 from quire.common.errors import UnsupportedModelError
+from quire.models.layers.activation import ACTIVATION_KINDS
 from quire.models.layers.batch_tensors import BatchTensors
 from quire.models.layers.embedding import Embedding, TiedLmHead
+from quire.models.layers.experts import Expert, ExpertProducts
 from quire.models.layers.linear import Linear, LmHead
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
+
+GATE_UP = "stacked_gate_up"
+"""The name of the matrix that is made of an expert's `gate_proj` and `up_proj`."""
 
 
 class CurrentBatch:
@@ -40,6 +47,52 @@ class InnerLinear(nn.Module):
         """x [..., in_features], one row for each token of the batch -> [..., out_features]."""
         out: Tensor = self.linear(x.reshape(-1, x.shape[-1]), self._current.batch)
         return out.view(*x.shape[:-1], -1)
+
+
+class InnerExperts(ExpertProducts):
+    """In the place of a layer's experts, which the library keeps in two tensors and its routers choose."""
+
+    def __init__(self, old: Any) -> None:
+        """Raises UnsupportedModelError for experts that are not gated MLPs in the library's common form."""
+        width, activation = old.down_proj.shape[-1], _activation_of(old.act_fn)
+        (num_experts, hidden_size), dtype = old.down_proj.shape[:2], old.down_proj.dtype
+        is_common = (
+            {name for name, _ in old.named_parameters()} == {"gate_up_proj", "down_proj"}
+            and old.gate_up_proj.shape == (num_experts, 2 * width, hidden_size)
+            and old._apply_gate.__func__.__name__ == "_default_apply_gate"
+            and old.is_concatenated
+            and not (old.has_bias or old.is_transposed or old.has_post_expert_norm)
+        )
+        if not is_common or activation is None:
+            raise UnsupportedModelError(f"{type(old).__name__} has experts that are not plain gated MLPs")
+        super().__init__(num_experts, width, hidden_size, dtype, activation, top_k=0)
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        """Whether the library lets these experts be computed by others."""
+        return all(hasattr(module, name) for name in ("has_gate", "_apply_gate", "gate_up_proj", "down_proj", "act_fn"))
+
+    def projections(self) -> Iterator[tuple[str, WeightedLayer]]:
+        """The layers of each expert, by their names below this module."""
+        for i, expert in enumerate(self.experts):
+            assert isinstance(expert, Expert)
+            yield f"{i}.{GATE_UP}", expert.gate_up_proj
+            yield f"{i}.down_proj", expert.down_proj
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [num_tokens, hidden], top_k_index and top_k_weights [num_tokens, top_k] -> as hidden_states."""
+        if self.top_k == 0:  # the first run, before there are weights
+            self.top_k = top_k_index.shape[-1]
+            return torch.empty_like(hidden_states)
+        y, rows = self.products(hidden_states.contiguous(), top_k_index.to(torch.int32).contiguous())
+        return kernels.combine_experts(y, top_k_weights.float().contiguous(), rows)
+
+
+def _activation_of(module: nn.Module) -> str | None:
+    """The kernels' name of an activation of the library, None if they lack it."""
+    from transformers.activations import ACT2FN
+
+    return next((kind for name, kind in ACTIVATION_KINDS.items() if type(ACT2FN[name]) is type(module)), None)
 
 
 class TokenTable(nn.Module):

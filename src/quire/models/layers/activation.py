@@ -12,7 +12,7 @@ from quire.config.hf_config import HFConfig
 from quire.kernels.variants import XIELU
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 
-_KINDS = {
+ACTIVATION_KINDS = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -24,14 +24,15 @@ _KINDS = {
     "relu2": "relu2",
     "quick_gelu": "quick_gelu",
 }
+"""The names of checkpoints -> those of the kernels."""
 
 
 def activation_kind(hf: HFConfig, key: str, default: str) -> str:
     """The kernels' name of the activation that config key `key` asks for."""
     name = hf.text(key, default)
-    if name not in _KINDS:
-        raise UnsupportedModelError(f"{hf.source}: {key!r} is {name!r}, supported are {', '.join(_KINDS)}")
-    return _KINDS[name]
+    if name not in ACTIVATION_KINDS:
+        raise UnsupportedModelError(f"{hf.source}: {key!r} is {name!r}, supported are {', '.join(ACTIVATION_KINDS)}")
+    return ACTIVATION_KINDS[name]
 
 
 class Activation(nn.Module):

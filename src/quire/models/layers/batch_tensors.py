@@ -43,6 +43,8 @@ class BatchTensors:
     """[num_tokens] int64: the slot of each token's adapter, -1 for none. None: no token has one."""
     token_type_ids: Tensor | None = None
     """[num_tokens] int64: which text of a pair each token belongs to. None: all are 0."""
+    states: Tensor | None = None
+    """[num_tokens, width]: the hidden states that a draft head reads beside the embeddings, and computes in."""
 
 
 class LayerCache(Protocol):

@@ -73,44 +73,42 @@ class Router(WeightedLayer):
 
 
 class Expert(nn.Module):
-    """The matrices of one expert, which `Experts` multiplies with those of all others."""
+    """The matrices of one expert, which `ExpertProducts` multiplies with those of all others."""
 
-    def __init__(self, shape: ExpertsShape, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, hidden_size: int, dtype: torch.dtype, *, bias: bool) -> None:
         super().__init__()
-        self.gate_up_proj = Projection(hidden_size, (shape.width, shape.width), bias=shape.bias, dtype=dtype)
-        self.down_proj = Projection(shape.width, hidden_size, bias=shape.bias, dtype=dtype)
+        self.gate_up_proj = Projection(hidden_size, (width, width), bias=bias, dtype=dtype)
+        self.down_proj = Projection(width, hidden_size, bias=bias, dtype=dtype)
 
 
-class Experts(nn.Module):
-    """The place of an MLP: the weighted sum of each token's experts, and of the shared one."""
+class ExpertProducts(nn.Module):
+    """A layer's experts, without what chooses them."""
 
     def __init__(
-        self, shape: ExpertsShape, hidden_size: int, dtype: torch.dtype, shared_experts: nn.Module | None = None
+        self,
+        num_experts: int,
+        width: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        activation: kernels.ActivationKind,
+        *,
+        top_k: int,
+        bias: bool = False,
     ) -> None:
-        """`shared_experts`: an MLP, `forward(x, batch)`."""
         super().__init__()
-        self.routing, self.activation = shape.routing, shape.activation
-        num_experts = shape.routing.num_experts
-        self.gate = Router(
-            hidden_size, num_experts, dtype, bias=shape.router_bias, correction_shape=shape.correction_shape
-        )
-        self.experts = nn.ModuleList(Expert(shape, hidden_size, dtype) for _ in range(num_experts))
-        self.shared_experts = shared_experts
-        self.shared_expert_gate = Router(hidden_size, 1, dtype) if shape.shared_gate else None
+        self.activation, self.top_k = activation, top_k
+        self.experts = nn.ModuleList(Expert(width, hidden_size, dtype, bias=bias) for _ in range(num_experts))
 
-    def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
-        """x [num_tokens, hidden] -> as x."""
-        ids, weights = kernels.route(self.gate(x), self.routing, self.gate.correction)
-        rows = kernels.group_by_expert(ids, self.routing.num_experts)
+    def products(self, x: Tensor, ids: Tensor) -> tuple[Tensor, kernels.ExpertRows]:
+        """x [num_tokens, hidden] through the experts ids [num_tokens, top_k] int32 -> [num_tokens * top_k, hidden], in
+        the order of the rows."""
+        rows = kernels.group_by_expert(ids, len(self.experts))
         if self._files is not None:
             kernels.read_ahead(self._files, rows)
         wide = kernels.expert_matmul(x, self._gate_up, rows, of_tokens=True)  # [num_tokens * top_k, 2 * width]
         narrow = kernels.gated_activation(wide, self.activation)
         del wide  # its memory is free for what follows
-        y = kernels.expert_matmul(narrow, self._down, rows, of_tokens=False)  # [num_tokens * top_k, hidden]
-        shared = None if self.shared_experts is None else self.shared_experts(x, batch)
-        gate = None if self.shared_expert_gate is None else self.shared_expert_gate(x)
-        return kernels.combine_experts(y, weights, rows, shared, gate)
+        return kernels.expert_matmul(narrow, self._down, rows, of_tokens=False), rows
 
     @cached_property
     def _gate_up(self) -> kernels.ExpertWeights:
@@ -125,6 +123,32 @@ class Experts(nn.Module):
         """Where the experts' matrices are, if they are in a file."""
         in_file = [_in_file(expert) for expert in self.experts if isinstance(expert, Expert)]
         return kernels.ExpertFiles(in_file) if in_file[0] else None
+
+
+class Experts(ExpertProducts):
+    """The place of an MLP: the weighted sum of each token's experts, and of the shared one."""
+
+    def __init__(
+        self, shape: ExpertsShape, hidden_size: int, dtype: torch.dtype, shared_experts: nn.Module | None = None
+    ) -> None:
+        """`shared_experts`: an MLP, `forward(x, batch)`."""
+        routing = shape.routing
+        num_experts, top_k = routing.num_experts, routing.top_k
+        super().__init__(num_experts, shape.width, hidden_size, dtype, shape.activation, top_k=top_k, bias=shape.bias)
+        self.routing = routing
+        self.gate = Router(
+            hidden_size, num_experts, dtype, bias=shape.router_bias, correction_shape=shape.correction_shape
+        )
+        self.shared_experts = shared_experts
+        self.shared_expert_gate = Router(hidden_size, 1, dtype) if shape.shared_gate else None
+
+    def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
+        """x [num_tokens, hidden] -> as x."""
+        ids, weights = kernels.route(self.gate(x), self.routing, self.gate.correction)
+        y, rows = self.products(x, ids)  # [num_tokens * top_k, hidden]
+        shared = None if self.shared_experts is None else self.shared_experts(x, batch)
+        gate = None if self.shared_expert_gate is None else self.shared_expert_gate(x)
+        return kernels.combine_experts(y, weights, rows, shared, gate)
 
 
 def _in_file(expert: Expert) -> list[kernels.QuantizedWeight]:

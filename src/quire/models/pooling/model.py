@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from quire.config.checkpoint.sentence_transformers import SentenceModules, read_activation, read_modules
+from quire.config.checkpoint.sentence_transformers import SentenceModules, read_activation, read_modules, weights_folder
 from quire.config.hf_config import HFConfig
 from quire.config.kv_cache import KVCacheSpec, NoCacheSpec
 from quire.config.model import ModelConfig
+from quire.config.quantization import QUANT_METHOD
 from quire.models.base import PoolingModel
 from quire.models.decoder.model import Decoder
 from quire.models.encoder.model import Encoder
@@ -24,6 +25,8 @@ from quire.models.pooling.token_heads import COLBERT, VECTORS, WEIGHTS, read_tok
 from quire.models.weights.stacked import Stack
 
 _MODULE = re.compile(r"^modules\.(\d+)\.(linear|norm)\.(weight|bias)$")
+_OWN = re.compile(rf"(body|pooler\.(steps|head|{VECTORS}|{WEIGHTS}))\.")
+"""The model's own names, under which `quire quantize` writes matrices."""
 _LAYERS = {"linear": "dense.", "norm": ""}
 
 
@@ -75,23 +78,24 @@ class Pooled(PoolingModel):
 
     @classmethod
     def folders(cls, config: ModelConfig) -> Mapping[str, Path]:
-        if cls.kind not in (Kind.EMBED, Kind.MULTI_EMBED):
-            return {}
+        if cls.kind not in (Kind.EMBED, Kind.MULTI_EMBED) or config.quant_method == QUANT_METHOD:
+            return {}  # `quire quantize` writes all weights into one file
         modules = read_modules(config.path, cls.body_class.shape(config).hidden_size) or SentenceModules(())
-        found = {f"modules.{i}.": step.folder for i, step in enumerate(modules.steps)}
+        found = {f"modules.{i}.": weights_folder(step) for i, step in enumerate(modules.steps)}
         return found | token_head_files(config.path) if cls.kind is Kind.MULTI_EMBED else found
 
-    @classmethod
-    def weight_name(cls, checkpoint_name: str) -> str | None:
+    def weight_name(self, checkpoint_name: str) -> str | None:
+        if _OWN.match(checkpoint_name):
+            return checkpoint_name
         if module := _MODULE.match(checkpoint_name):
             return f"pooler.steps.{module[1]}.{_LAYERS[module[2]]}{module[3]}"
-        if cls.kind in _TOKEN_HEADS and re.match((head := _TOKEN_HEADS[cls.kind])[0], checkpoint_name):
+        if self.kind in _TOKEN_HEADS and re.match((head := _TOKEN_HEADS[self.kind])[0], checkpoint_name):
             return re.sub(*head, checkpoint_name)
         for pattern, replacement in HEAD_NAMES:
             own, count = re.subn(pattern, replacement, checkpoint_name)
             if count:
-                return f"pooler.{own}" if cls._has(own) else None
-        name = cls.body_class.weight_name(checkpoint_name)
+                return f"pooler.{own}" if self._has(own) else None
+        name = self.body.weight_name(checkpoint_name)
         return name if name is None or name.startswith("lm_head.") else f"body.{name}"
 
     @classmethod

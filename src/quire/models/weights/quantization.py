@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
+from torch import nn
 
 from quire.common.errors import UnsupportedModelError
 from quire.config.checkpoint.gguf.hf_values import QUANT_METHOD as GGUF_METHOD
@@ -67,10 +68,10 @@ def _saved_by_quire(model: Model, config: ModelConfig, checkpoint: Checkpoint) -
     placement = Placement.MAPPED if config.weights_from_file == "auto" else Placement.COPIED
     _set_formats(model, config.quantization, partial(SavedQuantized, placement=placement))
     if config.weights_from_file == "always":
-        for expert in (module for module in model.modules() if isinstance(module, Expert)):
-            for projection in (expert.gate_up_proj, expert.down_proj):
-                assert isinstance(projection.format, SavedQuantized)
-                projection.format = dataclasses.replace(projection.format, placement=Placement.IN_FILE)
+        experts: list[nn.Module] = [module for module in model.modules() if isinstance(module, Expert)]
+        for module in (each for parent in experts or [model] for each in parent.modules()):
+            if isinstance(module, Projection | Embedding) and isinstance(module.format, SavedQuantized):
+                module.format = dataclasses.replace(module.format, placement=Placement.IN_FILE)
 
 
 def matrices(model: Model) -> Iterator[tuple[Projection | Embedding, list[str]]]:

@@ -18,7 +18,8 @@ from quire import kernels
 from quire.common.errors import ConfigError
 from quire.common.progress import progress
 from quire.config.checkpoint.gguf.files import is_gguf
-from quire.config.checkpoint.location import CONFIG_FILE, TOKENIZER_FILES
+from quire.config.checkpoint.hf_names import stated_values
+from quire.config.checkpoint.location import CONFIG_FILE, MODULE_CONFIGS, TOKENIZER_FILES
 from quire.config.checkpoint.safetensors import DTYPES, INDEX_FILE, SINGLE_FILE
 from quire.config.checkpoint.tensors import Checkpoint
 from quire.config.model import GENERATION_FILE, ModelConfig
@@ -72,7 +73,7 @@ def save_quantized(config: ModelConfig, folder: Path, write_tokenizer: Callable[
         if is_gguf(config.tokenizer_path):
             write_tokenizer(unfinished)
         scheme = {"quant_method": QUANT_METHOD, "format": config.quantization, "version": QUANTIZED_VERSION}
-        values = {**config.hf_config, "dtype": config.dtype, "quantization_config": scheme}
+        values = {**stated_values(config.hf_config), "dtype": config.dtype, "quantization_config": scheme}
         _write_json(unfinished / CONFIG_FILE, values)
         _write(unfinished / SINGLE_FILE, tensors)
 
@@ -85,6 +86,9 @@ def _copy_files(config: ModelConfig, folder: Path) -> None:
         for file in (file for pattern in TOKENIZER_FILES for file in source.glob(pattern)):
             if file.name not in (CONFIG_FILE, INDEX_FILE):
                 shutil.copy(file, folder)
+    for file in config.path.glob(MODULE_CONFIGS):
+        (folder / file.parent.name).mkdir()
+        shutil.copy(file, folder / file.parent.name)
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -4,8 +4,11 @@ import dataclasses
 from dataclasses import dataclass
 
 from quire.config.model import ModelConfig
-from quire.models.layers.experts import Expert, Experts
+from quire.models.layers.embedding import Embedding
+from quire.models.layers.experts import Expert, ExpertProducts
+from quire.models.layers.linear import Projection
 from quire.models.layers.weight_format import Placement, SavedQuantized
+from quire.models.layers.weighted_layer import WeightedLayer
 from quire.models.weights.loader import assignments, build_model, open_weights
 
 
@@ -27,21 +30,26 @@ def weight_use(config: ModelConfig) -> WeightUse:
     """Reads headers, no weights."""
     model = build_model(dataclasses.replace(config, max_model_len=1), open_weights(config))
     num_bytes = sum(assignment.spec.num_bytes for assignment in assignments(model))
-    expert_bytes = file_bytes = token_file_bytes = 0
-    for mixture in (module for module in model.modules() if isinstance(module, Experts)):
-        sizes = [_matrix_bytes(expert) for expert in mixture.experts if isinstance(expert, Expert)]
-        in_file = sorted((size for size, stays in sizes if stays), reverse=True)
-        expert_bytes += sum(size for size, _ in sizes)
-        file_bytes += sum(in_file)
-        token_file_bytes += sum(in_file[: mixture.routing.top_k])
+    expert_bytes = token_file_bytes = 0
+    file_bytes = sum(
+        assignment.spec.num_bytes
+        for assignment in assignments(model)
+        if _stays_in_file(assignment.layer, assignment.name)
+    )
+    for mixture in (module for module in model.modules() if isinstance(module, ExpertProducts)):
+        sizes = sorted((_matrix_bytes(each) for each in mixture.experts if isinstance(each, Expert)), reverse=True)
+        expert_bytes += sum(sizes)
+        token_file_bytes += sum(sizes[: mixture.top_k])
+    token_file_bytes = min(token_file_bytes, file_bytes) if expert_bytes else file_bytes
     return WeightUse(num_bytes, expert_bytes, file_bytes, token_file_bytes)
 
 
-def _matrix_bytes(expert: Expert) -> tuple[int, bool]:
-    """The bytes of an expert's matrices, and whether they stay in a file."""
-    projections = (expert.gate_up_proj, expert.down_proj)
-    formats = [each.format for each in projections]
-    num_bytes = sum(
-        spec.num_bytes for each in projections for name, spec in each.weight_specs().items() if name != "bias"
-    )
-    return num_bytes, all(isinstance(each, SavedQuantized) and each.placement is Placement.IN_FILE for each in formats)
+def _stays_in_file(layer: WeightedLayer, name: str) -> bool:
+    kind = layer.format if isinstance(layer, Projection | Embedding) else None
+    return name != "bias" and isinstance(kind, SavedQuantized) and kind.placement is Placement.IN_FILE
+
+
+def _matrix_bytes(expert: Expert) -> int:
+    """The bytes of an expert's matrices."""
+    specs = (each.weight_specs() for each in (expert.gate_up_proj, expert.down_proj))
+    return sum(spec.num_bytes for each in specs for name, spec in each.items() if name != "bias")

@@ -79,6 +79,8 @@ class DrawTensors:
             torch.tensor([d.min_p for d in draws], dtype=torch.float64),
         )
         self._keys = [d.random_key if d.temperature > 0 else None for d in draws]
+        is_certain = all(key is None for key in self._keys)
+        self._no_luck = torch.zeros(len(draws), dtype=torch.float64) if is_certain else None
         self._banning = {row: _Banning.of(d) for row, d in enumerate(draws) if d.bad_words or d.min_tokens}
         words = {ids: _allowed_words(ids, vocab) for ids in {d.allowed_token_ids for d in draws} if ids is not None}
         self._allowed = [None if d.allowed_token_ids is None else words[d.allowed_token_ids] for d in draws]
@@ -89,11 +91,13 @@ class DrawTensors:
     def at(self, sequences: Sequence[ScheduledSequence], errors: dict[int, str]) -> SamplingTensors:
         """For the next tokens of these sequences, whose draws these are. What fails in a row is reported in `errors`,
         and the token drawn there means nothing."""
-        draws = [0.0 if k is None else uniform(k, at) for k, at in zip(self._keys, _positions(sequences), strict=True)]
-        changes = None
+        luck, changes = self._no_luck, None
+        if luck is None:
+            at = zip(self._keys, _positions(sequences), strict=True)
+            luck = torch.tensor([0.0 if k is None else uniform(k, i) for k, i in at], dtype=torch.float64)
         if self._is_changed or self._banning or any(s.drawn is not None and s.drawn.masks for s in sequences):
             changes = self._changes(draw_rows(sequences), errors)
-        return SamplingTensors(*self._cuts, torch.tensor(draws, dtype=torch.float64), changes)
+        return SamplingTensors(*self._cuts, luck, changes)
 
     def fill_allowed(self, index: int, row: DrawRow, words: MaskWords) -> bool:
         """The tokens that a row may draw by its grammar and `allowed_token_ids`; by the grammar alone where they have

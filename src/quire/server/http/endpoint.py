@@ -35,6 +35,8 @@ class Endpoint:
     chunk: Any = None
     """Type of an event's data, if the response can be a stream."""
     media_type: str = "application/json"
+    binary: str | None = None
+    """Media type of the bytes that the response can also be."""
     generates: bool = False
     """Whether it makes the engine generate: such requests are counted and limited."""
     kind: Literal["api", "admin", "health", "metrics", "page"] = "api"

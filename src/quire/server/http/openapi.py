@@ -94,6 +94,8 @@ def _operation(row: Endpoint, schema_of: dict[Any, Any]) -> dict[str, Any]:
 
 def _responses(row: Endpoint, schema_of: dict[Any, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {row.media_type: {} if row.response is None else {"schema": schema_of[row.response]}}
+    if row.binary is not None:
+        content[row.binary] = {}
     if row.chunk is not None:
         schema = schema_of[row.chunk]
         is_ollama = row.path.startswith(OLLAMA_PATH)

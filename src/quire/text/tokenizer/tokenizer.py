@@ -114,11 +114,11 @@ class Tokenizer:
             except TypeError as error:
                 raise InvalidPromptError(f"the text is not valid Unicode: {text[:40]!r}") from error
 
-    def encode_cut(self, text: str, max_tokens: int | None) -> list[int]:
+    def encode_cut(self, text: str, max_tokens: int | None, add_special_tokens: bool = True) -> list[int]:
         """As `encode`, while other threads run. Of a longer text the first tokens are kept, `max_tokens` with the
         special ones, which stay; None keeps all."""
-        if max_tokens is None:
-            return list(self._encoded(text, True).ids)
+        if max_tokens is None or not add_special_tokens:
+            return list(self._encoded(text, add_special_tokens).ids)[:max_tokens]
         found = self._encoded(text, False)
         found.truncate(max(0, max_tokens - self._backend.num_special_tokens_to_add(False)))
         return list(self._backend.post_process(found).ids)[:max_tokens]

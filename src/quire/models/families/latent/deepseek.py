@@ -86,7 +86,7 @@ class DeepseekV2ForCausalLM(LatentDecoder):
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
-    """Experts are chosen by sigmoids with a correction; the layer that predicts further tokens is not read."""
+    """Experts are chosen by sigmoids with a correction; the layer that predicts further tokens is a draft head's."""
 
     default_first_layer: ClassVar[int] = 3
 

@@ -15,7 +15,7 @@ from quire.models.weights.stacked import Stack
 
 
 class Glm4MoeForCausalLM(Decoder):
-    """Half of each head is rotated; the layer that predicts further tokens is not read."""
+    """Half of each head is rotated; the layer that predicts further tokens is a draft head's."""
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:

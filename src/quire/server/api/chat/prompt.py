@@ -9,7 +9,8 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from quire.common.errors import InvalidPromptError
+from quire.common.errors import InvalidPromptError, RequestError
+from quire.engine.requests.pooling import CANNOT_GENERATE
 from quire.server.api.chat.protocol import ChatCompletionRequest, ChatMessage, ContentPart, Tool
 from quire.server.api.pooling.protocol import InputFields
 from quire.server.api.tokens.protocol import TokenizeRequest
@@ -41,22 +42,30 @@ class ChatPrompt(TypedDict):
 
 async def chat_prompt(
     model: ServedModel,
-    request: ChatCompletionRequest | TokenizeRequest | InputFields,
+    request: ChatCompletionRequest | TokenizeRequest,
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool] | None,
     variables: Mapping[str, Any],
 ) -> ChatPrompt:
-    """The prompt of a conversation, made as the request says. `tools` are those that the template shows, `variables`
+    """The prompt of a conversation: its text, and the tokens of that. Raises what `chat_text` raises."""
+    if model.llm.pooler is not None and isinstance(request, ChatCompletionRequest):
+        raise RequestError(CANNOT_GENERATE)  # clearer than that it has no template
+    text = await chat_text(model, request, messages, tools, variables)
+    return {"prompt": text, "prompt_token_ids": await model.llm.tokenize(text, bool(request.add_special_tokens))}
+
+
+async def chat_text(
+    model: ServedModel,
+    request: ChatCompletionRequest | TokenizeRequest | InputFields,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] | None,
+    variables: Mapping[str, Any],
+) -> str:
+    """The text of a conversation, made as the request says. `tools` are those that the template shows, `variables`
     its other variables. Raises ApiError or RequestError for messages, tools or a template that are wrong,
     TokenizerError where there is no template."""
-    if request.chat_template is not None and not model.args.allow_client_chat_template:
-        raise invalid(
-            "chat_template is not allowed in requests; the operator can enable allow_client_chat_template",
-            "chat_template",
-        )
-    for name in _RESERVED:
-        if name in variables:
-            raise invalid(f"chat_template_kwargs cannot set {name!r}", "chat_template_kwargs")
+    check_client_template(model, request.chat_template)
+    variables = template_variables(model, variables)
 
     def render() -> str:
         try:
@@ -77,14 +86,27 @@ async def chat_prompt(
             **variables,
         )
 
-    variables = {**(model.args.default_chat_template_kwargs or {}), **variables}
     continues, generates = bool(request.continue_final_message), request.add_generation_prompt
     is_quick = request.chat_template is None and not tools and not variables and len(messages) <= _QUICK_MESSAGES
-    if is_quick and sum(map(_num_chars, messages)) <= _QUICK_CHARS:
-        text = render()
-    else:
-        text = await asyncio.to_thread(render)
-    return {"prompt": text, "prompt_token_ids": await model.llm.tokenize(text, bool(request.add_special_tokens))}
+    is_quick = is_quick and sum(map(_num_chars, messages)) <= _QUICK_CHARS
+    return render() if is_quick else await asyncio.to_thread(render)
+
+
+def check_client_template(model: ServedModel, template: str | None) -> None:
+    """Raise ApiError for a request's own template, unless they are allowed."""
+    if template is not None and not model.args.allow_client_chat_template:
+        raise invalid(
+            "chat_template is not allowed in requests; the operator can enable allow_client_chat_template",
+            "chat_template",
+        )
+
+
+def template_variables(model: ServedModel, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of a template: the server's, and those of a request. Raises ApiError for a name that is taken."""
+    for name in _RESERVED:
+        if name in given:
+            raise invalid(f"chat_template_kwargs cannot set {name!r}", "chat_template_kwargs")
+    return {**(model.args.default_chat_template_kwargs or {}), **given}
 
 
 def _num_chars(message: ChatMessage) -> int:

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
+import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.server.api.ollama import protocol as api
 from quire.server.api.ollama.input import keep_alive_s
+from quire.server.api.pooling.answers import Output, made_response, num_numbers, usage_of
 from quire.server.api.pooling.protocol import EmbeddingRequest
-from quire.server.api.pooling.run import (
-    Output,
-    begin,
-    check_count,
-    check_task,
-    numbers_response,
-    params_of,
-    pool,
-    tokenized,
-    usage_of,
-)
+from quire.server.api.pooling.run import begin, check_count, check_task, params_of, pool, tokenized
 from quire.server.http import sse
 from quire.server.http.bodies import read_struct
-from quire.server.http.endpoint import Endpoint
+from quire.server.http.endpoint import Endpoint, json_response
 from quire.server.http.state import context_of, state_of
 
 
@@ -34,23 +28,28 @@ async def embed(request: Request) -> ASGIApp:
     check_count(len(texts), "input")
     start_ns = time.monotonic_ns()
     outputs, loaded_ns = await _embed(request, body, texts, body.dimensions, body.truncate is not False)
-    return await numbers_response(
-        api.Embeddings(
-            model=context_of(request).model,
-            embeddings=[output.outputs.data.tolist() for output in outputs],
-            total_duration=time.monotonic_ns() - start_ns,
-            load_duration=loaded_ns - start_ns,
-            prompt_eval_count=usage_of(outputs).prompt_tokens,
-        ),
-        sum([output.outputs.data.size for output in outputs]),
-    )
+    name = context_of(request).model
+
+    def make() -> Response:
+        vectors: Any = [msgspec.Raw(msgspec.json.encode(output.outputs.data.tolist())) for output in outputs]
+        return json_response(
+            api.Embeddings(
+                model=name,
+                embeddings=vectors,
+                total_duration=time.monotonic_ns() - start_ns,
+                load_duration=loaded_ns - start_ns,
+                prompt_eval_count=usage_of(outputs).prompt_tokens,
+            )
+        )
+
+    return await made_response(make, num_numbers(outputs))
 
 
 async def embed_one(request: Request) -> ASGIApp:
     """POST /api/embeddings"""
     body = await read_struct(request, api.EmbedOneRequest)
     outputs, _ = await _embed(request, body, [body.prompt], None, True)
-    return await numbers_response(api.OneEmbedding(embedding=outputs[0].outputs.data.tolist()), 0)
+    return json_response(api.OneEmbedding(embedding=outputs[0].outputs.data.tolist()))
 
 
 async def _embed(

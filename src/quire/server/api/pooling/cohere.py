@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from msgspec import UNSET
+import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.config.checkpoint.sentence_transformers import read_sentence_config
 from quire.server.api.pooling import protocol as api
-from quire.server.api.pooling.run import (
-    Output,
-    begin,
-    check_count,
-    check_task,
-    numbers,
-    numbers_response,
-    params_of,
-    pool,
-    tokenized,
-    usage_of,
-)
+from quire.server.api.pooling.answers import Output, made_response, num_numbers, packed, usage_of
+from quire.server.api.pooling.run import begin, check_count, check_task, params_of, pool, tokenized
 from quire.server.http import sse
 from quire.server.http.bodies import read_struct
-from quire.server.http.endpoint import Endpoint
+from quire.server.http.endpoint import Endpoint, json_response
 from quire.server.http.state import context_of
 
 
@@ -35,7 +28,8 @@ async def create_cohere_embeddings(request: Request) -> ASGIApp:
     check_count(len(body.texts), "texts")
     model = await begin(request, body)
     if body.truncate_prompt_tokens is None:
-        body.truncate_prompt_tokens = body.max_tokens or (-1 if body.truncate == "END" else None)
+        cut = -1 if body.truncate == "END" else None
+        body.truncate_prompt_tokens = cut if body.max_tokens is None else body.max_tokens
     params = params_of(context, body, check_task(model, context, "embed"), dimensions=body.output_dimension)
     prompt = _prompt(model.llm.model_config.path, body.input_type)
 
@@ -44,18 +38,22 @@ async def create_cohere_embeddings(request: Request) -> ASGIApp:
         return await pool(model, prompts, params, context.request_id)
 
     outputs = await sse.unless_disconnected(request, embed())
-    vectors = [output.outputs.data for output in outputs]
-    made = {form: [numbers(each, form) for each in vectors] for form in body.embedding_types or ("float",)}
+    vectors, forms = [output.outputs.data for output in outputs], body.embedding_types or ["float"]
     units = api.BilledUnits(input_tokens=usage_of(outputs).prompt_tokens)
-    return await numbers_response(
-        api.CohereEmbedResponse(
-            id=context.request_id,
-            embeddings=api.CohereEmbeddings(numbers=made.get("float", UNSET), base64=made.get("base64", UNSET)),
-            texts=body.texts,
-            meta=api.CohereMeta(api_version=api.ApiVersion(), billed_units=units),
-        ),
-        sum([each.size for each in vectors]) * len(made),
-    )
+
+    def make() -> Response:
+        made = api.CohereEmbeddings()
+        if "float" in forms:
+            listed: Any = [msgspec.Raw(msgspec.json.encode(each.tolist())) for each in vectors]
+            made.numbers = listed
+        if "base64" in forms:
+            made.base64 = [base64.b64encode(packed(each)).decode() for each in vectors]
+        meta = api.CohereMeta(api_version=api.ApiVersion(), billed_units=units)
+        return json_response(
+            api.CohereEmbedResponse(id=context.request_id, embeddings=made, texts=body.texts, meta=meta)
+        )
+
+    return await made_response(make, num_numbers(outputs) * len(forms))
 
 
 @lru_cache(64)

@@ -10,6 +10,9 @@ from msgspec import UNSET, UnsetType
 from quire.server.api.chat.protocol import ChatMessage
 from quire.server.api.shared.fields import Prompts, Usage
 
+EmbedDType = Literal["float32", "float16", "bfloat16"]
+Endianness = Literal["native", "little", "big"]
+
 
 class PoolingFields(msgspec.Struct, kw_only=True):
     """Fields that requests of all these endpoints may have. None stands for the model's default."""
@@ -26,6 +29,8 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     """Whether embeddings are normalized, and scores and classes are probabilities; false returns the raw numbers."""
     activation: bool | None = None
     """An older name of `use_activation`."""
+    softmax: bool | None = None
+    """The oldest name of `use_activation`."""
     request_id: str | None = None
 
 
@@ -44,8 +49,13 @@ class InputFields(PoolingFields, kw_only=True):
 class VectorFields(InputFields, kw_only=True):
     """Fields of requests that are answered with vectors."""
 
-    encoding_format: Literal["float", "base64"] = "float"
-    """`base64`: the vector's float32 numbers, little-endian."""
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
+    """Default: `float`, numbers. `base64`: the bytes of a vector's numbers. `bytes`: the body consists of the bytes of
+    all vectors, and the header `metadata` says where each is; `bytes_only`: the same without the header."""
+    embed_dtype: EmbedDType = "float32"
+    """Type of numbers that are sent as bytes."""
+    endianness: Endianness = "native"
+    """Order of the bytes."""
     dimensions: int | None = None
     normalize: bool | None = None
     """An older name of `use_activation`, for embeddings."""
@@ -66,6 +76,28 @@ class ClassificationRequest(InputFields, kw_only=True):
     """Texts to be classified."""
 
 
+class ListResponse(msgspec.Struct, kw_only=True):
+    """What the answers with a row for each text have in common."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Any]
+    usage: Usage
+
+
+class BytesData(msgspec.Struct, kw_only=True):
+    """Where one text's vector is in a body of bytes."""
+
+    index: int
+    embed_dtype: EmbedDType
+    endianness: Endianness
+    start: int
+    end: int
+    shape: list[int]
+
+
 class EmbeddingData(msgspec.Struct, kw_only=True):
     """The embedding of one text."""
 
@@ -74,15 +106,10 @@ class EmbeddingData(msgspec.Struct, kw_only=True):
     embedding: list[float] | str
 
 
-class EmbeddingResponse(msgspec.Struct, kw_only=True):
+class EmbeddingResponse(ListResponse, kw_only=True):
     """All embeddings, in the order of the texts."""
 
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
     data: list[EmbeddingData]
-    usage: Usage
 
 
 class PoolingData(msgspec.Struct, kw_only=True):
@@ -93,15 +120,10 @@ class PoolingData(msgspec.Struct, kw_only=True):
     data: list[float | list[float]] | str
 
 
-class PoolingResponse(msgspec.Struct, kw_only=True):
+class PoolingResponse(ListResponse, kw_only=True):
     """All vectors, in the order of the texts."""
 
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
     data: list[PoolingData]
-    usage: Usage
 
 
 class ClassificationData(msgspec.Struct, kw_only=True):
@@ -114,29 +136,37 @@ class ClassificationData(msgspec.Struct, kw_only=True):
     num_classes: int
 
 
-class ClassificationResponse(msgspec.Struct, kw_only=True):
+class ClassificationResponse(ListResponse, kw_only=True):
     """All classes, in the order of the texts."""
 
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
     data: list[ClassificationData]
-    usage: Usage
 
 
 Texts = str | list[str]
 
 
-class ScoreRequest(PoolingFields, kw_only=True):
-    """Texts to be compared: one with one or with each of several, or pairs."""
+class PairFields(PoolingFields, kw_only=True):
+    """Fields of requests with pairs of texts."""
+
+    chat_template: str | None = None
+    """A template that makes one text of a pair, from messages of the roles `query` and `document`."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    instruction: str | None = None
+    """A variable of the template."""
+
+
+class ScoreRequest(PairFields, kw_only=True):
+    """Texts to be compared: one with one or with each of several, or pairs. Exactly one name of each side is given."""
 
     text_1: Texts | None = None
     text_2: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
     queries: Texts | None = None
     """vLLM's newer name of `text_1`."""
     documents: Texts | None = None
     """vLLM's newer name of `text_2`."""
+    items: Texts | None = None
 
 
 class ScoreData(msgspec.Struct, kw_only=True):
@@ -147,15 +177,10 @@ class ScoreData(msgspec.Struct, kw_only=True):
     score: float
 
 
-class ScoreResponse(msgspec.Struct, kw_only=True):
+class ScoreResponse(ListResponse, kw_only=True):
     """All scores, in the order of the pairs."""
 
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
     data: list[ScoreData]
-    usage: Usage
 
 
 class Document(msgspec.Struct, kw_only=True):
@@ -164,7 +189,7 @@ class Document(msgspec.Struct, kw_only=True):
     text: str
 
 
-class RerankRequest(PoolingFields, kw_only=True):
+class RerankRequest(PairFields, kw_only=True):
     """Documents to be put in the order of their relevance to a query."""
 
     query: str

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-import base64
 from collections.abc import Sequence
-from contextlib import aclosing
 from typing import Any
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
 from starlette.requests import Request
-from starlette.responses import Response
 
 from quire.common.errors import RequestError, RequestFailedError
-from quire.common.outputs import PoolingOutput, PoolingRequestOutput
 from quire.common.params import PoolingParams, PoolingTask
 from quire.engine.requests.input_processor import Prompt
 from quire.interfaces.pooling import Pair
-from quire.server.api.chat.prompt import chat_prompt
+from quire.server.api.chat.prompt import chat_text
+from quire.server.api.pooling.answers import Output
 from quire.server.api.pooling.protocol import InputFields, PoolingFields
-from quire.server.api.shared.fields import Usage
 from quire.server.api.shared.prompts import listed_prompts
-from quire.server.http.endpoint import json_response
-from quire.server.http.errors import ApiError, invalid
+from quire.server.http.errors import invalid
 from quire.server.http.state import RequestContext, context_of, engine_id
 from quire.server.models.served_model import ServedModel
 from quire.server.models.use import use_model
 
 MAX_TEXTS = 2048
 """Texts in a request, as in OpenAI's API."""
-_QUICK_NUMBERS = 10_000
-"""Numbers that are written as JSON within a few milliseconds."""
-
-Output = PoolingRequestOutput[PoolingOutput]
 
 
 async def begin(request: Request, body: PoolingFields) -> ServedModel:
@@ -65,7 +52,8 @@ def check_task(model: ServedModel, context: RequestContext, *tasks: PoolingTask)
 
 def params_of(context: RequestContext, body: PoolingFields, task: PoolingTask, **more: Any) -> PoolingParams:
     """The parameters of a request, where `more` are those that only some endpoints have. Raises RequestError."""
-    activation = body.activation if body.use_activation is None else body.use_activation
+    names = (body.use_activation, body.activation, body.softmax)
+    activation = next((value for value in names if value is not None), None)
     params = PoolingParams(
         task=task,
         use_activation=activation,
@@ -85,24 +73,21 @@ async def prompts_of(model: ServedModel, body: InputFields, params: PoolingParam
         raise invalid("exactly one of input and messages is required", "input")
     if body.messages is not None:
         variables = body.chat_template_kwargs or {}
-        return [await chat_prompt(model, body, body.messages, None, variables)]
+        text = await chat_text(model, body, body.messages, None, variables)
+        return await tokenized(model, [text], params, bool(body.add_special_tokens))
     assert body.input is not None
     listed = listed_prompts(body.input)
     check_count(len(listed), "input")
-    if body.add_special_tokens is False:
-        listed = [
-            {"prompt": one, "prompt_token_ids": await model.llm.tokenize(one, add_special_tokens=False)}
-            if isinstance(one, str)
-            else one
-            for one in listed
-        ]
-    return await tokenized(model, listed, params)
+    return await tokenized(model, listed, params, body.add_special_tokens is not False)
 
 
-async def tokenized(model: ServedModel, given: Sequence[Prompt | Pair], params: PoolingParams) -> list[Prompt]:
+async def tokenized(
+    model: ServedModel, given: Sequence[Prompt | Pair], params: PoolingParams, add_special_tokens: bool = True
+) -> list[Prompt]:
     """Prompts of texts, and of pairs of texts. Raises RequestError if one of them is wrong, naming its index."""
     prompts = list[Prompt]()
-    for place, made in enumerate(await model.llm.pooling_prompts(given, params)):
+    found = await model.llm.pooling_prompts(given, params, add_special_tokens=add_special_tokens)
+    for place, made in enumerate(found):
         if isinstance(made, RequestFailedError):
             raise made
         if isinstance(made, RequestError):
@@ -131,39 +116,5 @@ async def pool(model: ServedModel, prompts: Sequence[Prompt], params: PoolingPar
     """What the model makes of each prompt, in their order. If one fails, the others are aborted and its error is
     raised: RequestError, ApiError or any other."""
 
-    async def one(place: int, prompt: Prompt) -> Output:
-        request_id = engine_id(answer_id, place)
-        try:
-            async with aclosing(model.llm.encode(prompt, params, request_id, lora_request=model.adapter)) as outputs:
-                async for output in outputs:
-                    return output
-        except RequestError as error:
-            raise _placed(error, place, len(prompts)) from None
-        raise ApiError(503, "the request was aborted", code="aborted")
-
-    if len(prompts) == 1:
-        return [await one(0, prompts[0])]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(place, prompt)) for place, prompt in enumerate(prompts)]
-    except* Exception as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
-
-
-def usage_of(outputs: Sequence[Output]) -> Usage:
-    """The usage of all prompts together."""
-    num_tokens = sum([len(output.prompt_token_ids) for output in outputs])
-    return Usage.of(num_tokens, 0, sum([output.num_cached_tokens for output in outputs]))
-
-
-def numbers(data: npt.NDArray[np.float32], encoding_format: str) -> Any:
-    """Numbers as lists, or as base64 of their float32 in little-endian order."""
-    return base64.b64encode(data.astype("<f4").tobytes()).decode() if encoding_format == "base64" else data.tolist()
-
-
-async def numbers_response(body: msgspec.Struct, num_numbers: int) -> Response:
-    """The body in JSON; many numbers are written in a thread."""
-    if num_numbers <= _QUICK_NUMBERS:
-        return json_response(body)
-    return await asyncio.to_thread(json_response, body)
+    request_ids = [engine_id(answer_id, place) for place in range(len(prompts))]
+    return await model.llm.encode_many(prompts, params, request_ids, lora_request=model.adapter)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,47 +12,34 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from quire.interfaces.pooling import Pair, ScoredPairs
+from quire.server.api.chat.prompt import check_client_template, template_variables
 from quire.server.api.pooling import protocol as api
-from quire.server.api.pooling.run import (
-    Output,
-    begin,
-    check_count,
-    check_task,
-    numbers_response,
-    params_of,
-    pool,
-    tokenized,
-    usage_of,
-)
+from quire.server.api.pooling.answers import Output, rows_response, usage_of
+from quire.server.api.pooling.run import begin, check_count, check_task, params_of, pool, tokenized
 from quire.server.http import sse
 from quire.server.http.bodies import read_struct
-from quire.server.http.endpoint import Endpoint
+from quire.server.http.endpoint import Endpoint, json_response
 from quire.server.http.errors import invalid
 from quire.server.http.state import RequestContext, context_of
 from quire.server.models.served_model import ServedModel
+
+_FIRST, _SECOND = ("text_1", "queries", "data_1"), ("text_2", "documents", "data_2", "items")
 
 
 async def create_scores(request: Request) -> ASGIApp:
     """POST /score"""
     context, body = context_of(request), await read_struct(request, api.ScoreRequest)
-    first, second = _given(body.text_1, body.queries, "text_1"), _given(body.text_2, body.documents, "text_2")
-    check_count(len(first), "text_1")
-    check_count(len(second), "text_2")
+    (name, first), (other, second) = _given(body, _FIRST), _given(body, _SECOND)
+    check_count(len(first), name)
+    check_count(len(second), other)
     if len(first) not in (1, len(second)):
-        message = f"text_1 has {len(first)} texts and text_2 {len(second)}: give one for all, or one for each"
-        raise invalid(message, "text_1")
+        message = f"{name} has {len(first)} texts and {other} {len(second)}: give one for all, or one for each"
+        raise invalid(message, name)
     model = await begin(request, body)
-    scores, outputs = await sse.unless_disconnected(request, _score(model, context, body, first, second))
-    return await numbers_response(
-        api.ScoreResponse(
-            id=f"score-{context.request_id}",
-            created=int(time.time()),
-            model=context.model,
-            data=[api.ScoreData(index=i, score=score) for i, score in enumerate(scores)],
-            usage=usage_of(outputs),
-        ),
-        len(scores),
-    )
+    scores, outputs = await sse.unless_disconnected(request, _score(model, context, body, ScoredPairs(first, second)))
+    rows = [partial(api.ScoreData, index=i, score=score) for i, score in enumerate(scores)]
+    return await rows_response(context, (api.ScoreResponse, "score"), outputs, rows, len(scores))
 
 
 def _rerank(*, is_cohere_v2: bool) -> Callable[[Request], Coroutine[Any, Any, ASGIApp]]:
@@ -65,57 +53,70 @@ def _rerank(*, is_cohere_v2: bool) -> Callable[[Request], Coroutine[Any, Any, AS
             body.truncate_prompt_tokens = body.max_tokens_per_doc
         model = await begin(request, body)
         texts = [one if isinstance(one, str) else one.text for one in body.documents]
-        scores, outputs = await sse.unless_disconnected(request, _score(model, context, body, [body.query], texts))
+        pairs = ScoredPairs([body.query], texts)
+        scores, outputs = await sse.unless_disconnected(request, _score(model, context, body, pairs))
         order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n or None]
         shows = not is_cohere_v2 if body.return_documents is None else body.return_documents
-        return await numbers_response(
-            api.RerankResponse(
-                id=f"rerank-{context.request_id}",
-                model=context.model,
-                usage=usage_of(outputs),
-                results=[
-                    api.RerankResult(
-                        index=i,
-                        relevance_score=scores[i],
-                        document=api.Document(text=texts[i]) if shows else UNSET,
-                    )
-                    for i in order
-                ],
-                meta=api.CohereMeta(api_version=api.ApiVersion(), billed_units=api.BilledUnits(search_units=1))
-                if is_cohere_v2
-                else UNSET,
-            ),
-            len(order),
+        units = api.CohereMeta(api_version=api.ApiVersion(), billed_units=api.BilledUnits(search_units=1))
+        answer = api.RerankResponse(
+            id=f"rerank-{context.request_id}",
+            model=context.model,
+            usage=usage_of(outputs),
+            results=[
+                api.RerankResult(
+                    index=i,
+                    relevance_score=scores[i],
+                    document=api.Document(text=texts[i]) if shows else UNSET,
+                )
+                for i in order
+            ],
+            meta=units if is_cohere_v2 else UNSET,
         )
+        return json_response(answer)
 
     return create_reranking
 
 
 async def _score(
-    model: ServedModel, context: RequestContext, body: api.PoolingFields, first: Sequence[str], second: Sequence[str]
+    model: ServedModel, context: RequestContext, body: api.PairFields, pairs: ScoredPairs
 ) -> tuple[list[float], list[Output]]:
-    """The score of each text of `second` with its text of `first`, of which there may be one for all: that of a model
-    for pairs, or the cosine of two embeddings."""
+    """The score of each pair: that of a model for pairs, or the cosine of two embeddings."""
     task = check_task(model, context, "score", "embed")
     params = params_of(context, body, task)
     if task == "score":
-        pairs = [(first[i if len(first) > 1 else 0], text) for i, text in enumerate(second)]
-        outputs = await pool(model, await tokenized(model, pairs, params), params, context.request_id)
+        joined = await _joined(model, body, pairs)
+        outputs = await pool(model, await tokenized(model, joined, params), params, context.request_id)
         return [float(output.outputs.data[0]) for output in outputs], outputs
-    prompts = await tokenized(model, [*first, *second], params)
+    if body.chat_template is not None:
+        message = "chat_template is for models that read both texts of a pair, and this one embeds: leave it out"
+        raise invalid(message, "chat_template")
+    prompts = await tokenized(model, [*pairs.firsts, *pairs.seconds], params)
     outputs = await pool(model, prompts, params, context.request_id)
     vectors = np.stack([output.outputs.data for output in outputs])
     vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-    return (vectors[: len(first)] * vectors[len(first) :]).sum(axis=1).tolist(), outputs
+    count = len(pairs.firsts)
+    return (vectors[:count] * vectors[count:]).sum(axis=1).tolist(), outputs
 
 
-def _given(text: api.Texts | None, other: api.Texts | None, field: str) -> list[str]:
-    if (text is None) == (other is None):
-        raise invalid(
-            f"exactly one of {field} and {'queries' if field == 'text_1' else 'documents'} is required", field
-        )
-    found = other if text is None else text
-    return [found] if isinstance(found, str) else list(found or ())
+async def _joined(model: ServedModel, body: api.PairFields, pairs: ScoredPairs) -> list[str | Pair]:
+    """The pairs, or the texts that a template makes of them: the request's, or the one that the server was given."""
+    check_client_template(model, body.chat_template)
+    template = body.chat_template or model.args.chat_template_text()
+    variables = template_variables(model, body.chat_template_kwargs or {})
+    if body.instruction is not None:
+        variables["instruction"] = body.instruction
+    if template is None:
+        return pairs.joined(model.llm.tokenizer, None)
+    return await asyncio.to_thread(pairs.joined, model.llm.tokenizer, template, variables)
+
+
+def _given(body: api.ScoreRequest, names: Sequence[str]) -> tuple[str, list[str]]:
+    """The texts of one side of the pairs, and the name under which they were given."""
+    found = [(name, texts) for name in names if (texts := getattr(body, name)) is not None]
+    if len(found) != 1:
+        raise invalid(f"exactly one of {', '.join(names[:-1])} and {names[-1]} is required", names[0])
+    [(name, texts)] = found
+    return name, [texts] if isinstance(texts, str) else texts
 
 
 _RERANK, _RERANK_V2 = _rerank(is_cohere_v2=False), _rerank(is_cohere_v2=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,17 +11,8 @@ from starlette.types import ASGIApp
 
 from quire.common.params import PoolingTask
 from quire.server.api.pooling import protocol as api
-from quire.server.api.pooling.run import (
-    Output,
-    begin,
-    check_task,
-    numbers,
-    numbers_response,
-    params_of,
-    pool,
-    prompts_of,
-    usage_of,
-)
+from quire.server.api.pooling.answers import BYTES, Numbers, Output, num_numbers, rows_response, vectors_response
+from quire.server.api.pooling.run import begin, check_task, params_of, pool, prompts_of
 from quire.server.http import sse
 from quire.server.http.bodies import read_struct
 from quire.server.http.endpoint import Endpoint
@@ -35,19 +26,7 @@ async def create_embeddings(request: Request) -> ASGIApp:
     model = await begin(request, body)
     task = check_task(model, context, "embed")
     outputs = await sse.unless_disconnected(request, _vectors(model, context, body, task))
-    return await numbers_response(
-        api.EmbeddingResponse(
-            id=f"embd-{context.request_id}",
-            created=int(time.time()),
-            model=context.model,
-            data=[
-                api.EmbeddingData(index=i, embedding=numbers(output.outputs.data, body.encoding_format))
-                for i, output in enumerate(outputs)
-            ],
-            usage=usage_of(outputs),
-        ),
-        _num_numbers(outputs),
-    )
+    return await vectors_response(context, (api.EmbeddingResponse, "embd"), body, outputs, _embedding)
 
 
 async def create_pooling(request: Request) -> ASGIApp:
@@ -57,19 +36,7 @@ async def create_pooling(request: Request) -> ASGIApp:
     assert model.llm.pooler is not None
     task = check_task(model, context, body.task or model.llm.pooler.tasks[0])
     outputs = await sse.unless_disconnected(request, _vectors(model, context, body, task))
-    return await numbers_response(
-        api.PoolingResponse(
-            id=f"pool-{context.request_id}",
-            created=int(time.time()),
-            model=context.model,
-            data=[
-                api.PoolingData(index=i, data=numbers(output.outputs.data, body.encoding_format))
-                for i, output in enumerate(outputs)
-            ],
-            usage=usage_of(outputs),
-        ),
-        _num_numbers(outputs),
-    )
+    return await vectors_response(context, (api.PoolingResponse, "pool"), body, outputs, _pooled)
 
 
 async def create_classification(request: Request) -> ASGIApp:
@@ -83,24 +50,21 @@ async def create_classification(request: Request) -> ASGIApp:
 
     outputs = await sse.unless_disconnected(request, classify())
     names = model.llm.model_config.hf_config.get("id2label")
-    return await numbers_response(
-        api.ClassificationResponse(
-            id=f"classify-{context.request_id}",
-            created=int(time.time()),
-            model=context.model,
-            data=[
-                api.ClassificationData(
-                    index=i,
-                    label=_label(names, int(np.argmax(output.outputs.data))),
-                    probs=output.outputs.data.tolist(),
-                    num_classes=len(output.outputs.data),
-                )
-                for i, output in enumerate(outputs)
-            ],
-            usage=usage_of(outputs),
-        ),
-        _num_numbers(outputs),
-    )
+    rows = [partial(_classes, i, output.outputs.data, names) for i, output in enumerate(outputs)]
+    return await rows_response(context, (api.ClassificationResponse, "classify"), outputs, rows, num_numbers(outputs))
+
+
+def _embedding(index: int, vector: Any) -> api.EmbeddingData:
+    return api.EmbeddingData(index=index, embedding=vector)
+
+
+def _pooled(index: int, vector: Any) -> api.PoolingData:
+    return api.PoolingData(index=index, data=vector)
+
+
+def _classes(index: int, probs: Numbers, names: Any) -> api.ClassificationData:
+    label = _label(names, int(np.argmax(probs)))
+    return api.ClassificationData(index=index, label=label, probs=probs.tolist(), num_classes=len(probs))
 
 
 async def _vectors(
@@ -116,18 +80,14 @@ def _label(names: Any, index: int) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _num_numbers(outputs: list[Output]) -> int:
-    return sum([output.outputs.data.size for output in outputs])
-
-
 ENDPOINTS = (
     Endpoint(
         "/v1/embeddings", "POST", create_embeddings, "Embed texts",
-        request=api.EmbeddingRequest, response=api.EmbeddingResponse, generates=True,
+        request=api.EmbeddingRequest, response=api.EmbeddingResponse, generates=True, binary=BYTES,
     ),
     Endpoint(
         "/pooling", "POST", create_pooling, "Pool texts for any task of the model",
-        request=api.PoolingRequest, response=api.PoolingResponse, generates=True,
+        request=api.PoolingRequest, response=api.PoolingResponse, generates=True, binary=BYTES,
     ),
     Endpoint(
         "/classify", "POST", create_classification, "Classify texts",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -80,6 +81,9 @@ class JsonCalls:
         return Written([[tag + self.space, call, self.space + self.end]], self.separator)
 
 
+_INDEX = re.compile("[:0-9]+")
+
+
 @dataclass(frozen=True, slots=True)
 class NamedCalls:
     """Calls that are a name and the JSON of the arguments, each between marks."""
@@ -91,11 +95,15 @@ class NamedCalls:
     """Follows the last call."""
     separator: str | None = ""
     """Between two calls. None: there is only one."""
+    index: str = ""
+    """Follows the name: a colon and a number. Any number is read."""
 
     def read(self, calls: CallReader, tag: str) -> Reading[None]:
         """Read calls, of which there are several after one tag."""
         while (yield from calls.marks(self.before_name)):
             name = yield from calls.name()
+            if self.index:
+                yield from calls.reader.run(_INDEX)
             if not (yield from calls.marks(self.after_name)) or not (yield from calls.arguments_of(name)):
                 return
             if (yield from calls.marks(self.after_call)):
@@ -105,8 +113,8 @@ class NamedCalls:
 
     def written(self, tag: str, schemas: Schemas, parallel: bool) -> Written:
         """Calls between the tag and the end."""
-        return Written(_named_calls(self.before_name, self.after_name, self.after_call, schemas), self.separator,
-                       tag, self.end)  # fmt: skip
+        return Written(_named_calls(self.before_name, self.index + self.after_name, self.after_call, schemas),
+                       self.separator, tag, self.end)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

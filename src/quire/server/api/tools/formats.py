@@ -103,6 +103,8 @@ def _deepseek(words: str) -> str:
 
 _QWEN = "<tool_call>", "<function="
 _COMMAND_R = "Action: ```json", "Action:```json"
+_MINIMAX = "<minimax:tool_call>", '<invoke name="'
+_KIMI = "<|tool_calls_section_begin|>"
 _DEEPSEEK = _deepseek("tool calls begin"), _deepseek("tool calls end")
 _DEEPSEEK_CALL = _deepseek("tool call begin"), _deepseek("tool sep"), _deepseek("tool call end")
 _TOOL_FORMATS = (
@@ -124,6 +126,22 @@ _TOOL_FORMATS = (
             before_name="", after_name="\n", before_key="<arg_key>", after_key="</arg_key>\n<arg_value>",
             after_value="</arg_value>\n", end="</tool_call>",
         ), signs=("<tool_call>", "<arg_key>"),
+    ),
+    ToolFormat(
+        "minimax_m2", _MINIMAX, TaggedCalls(
+            before_name=f"\n{_MINIMAX[1]}", after_name='">\n', before_key='<parameter name="', after_key='">',
+            after_value="</parameter>\n", end="</invoke>\n</minimax:tool_call>",
+        )
+    ),
+    ToolFormat(
+        "kimi_k2", (_KIMI,), NamedCalls(
+            before_name="<|tool_call_begin|>functions.", after_name="<|tool_call_argument_begin|>", index=":0",
+            after_call="<|tool_call_end|>", end="<|tool_calls_section_end|>",
+        )
+    ),
+    ToolFormat(
+        "internlm", ("<|action_start|><|plugin|>",),
+        JsonCalls(end="<|action_end|>", separator="\n", arguments_key="parameters"),
     ),
     ToolFormat("qwen3_coder", _QWEN, _xml_calls(_QWEN[0]), signs=_QWEN),
     ToolFormat("hermes", ("<tool_call>",), JsonCalls(end="</tool_call>", space="\n", separator="\n")),

@@ -14,7 +14,7 @@ from quire.server.api.tools.json_text import is_json
 from quire.server.api.tools.reader import Reader, Reading, Sink
 from quire.server.api.tools.schemas import json_type, json_types, listed, properties, property_schemas, required
 
-_KEY = re.compile(r"[^<>\r\n]+")
+_KEY, _QUOTED_KEY = re.compile(r"[^<>\r\n]+"), re.compile(r"[^<>\r\n\"]+")
 _PYTHONS = {"True": "true", "False": "false", "None": "null"}
 """Some models write these values as Python does."""
 _TEXT = frozenset(["string"])
@@ -66,10 +66,10 @@ class TaggedCalls:
     def _arguments(self, calls: CallReader, call: Call, schemas: dict[str, Any]) -> Reading[bool]:
         """Read keys and values. Returns False if the output ends within a value."""
         line_break = "\n" if self.after_key.endswith("\n") else ""
-        end = self.after_value.strip()
+        end, keys = self.after_value.strip(), _QUOTED_KEY if self.after_key.startswith('"') else _KEY
         while (yield from calls.marks(self.before_key)):
             pieces: list[str] = []
-            yield from calls.reader.run(_KEY, pieces.append)
+            yield from calls.reader.run(keys, pieces.append)
             if not pieces or not (yield from calls.marks(self.after_key)):
                 return True
             key = "".join(pieces).strip()

@@ -1,0 +1,98 @@
+"""Speculation: what drafts gain, how well their number is chosen, and both beside other engines."""
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.drivers.speculation import CODE, QUESTIONS
+from benchmarks.engines.interleaved import TINY, Row, Run, start
+from benchmarks.engines.peers import Engine, LlamaCpp, Quire, Vllm, num_threads
+from quire.text.tokenizer.tokenizer import Tokenizer
+from tools.wide_twin import write_wide_twin
+
+DRAFT = TINY.with_name("quire-draft")
+METHODS = ("off", "ngram", "draft_model")
+_NUM_DRAFTS = 4
+_NUM_TOKENS = 64
+_NUM_QUESTIONS = 4
+_NUM_LEARNING = 2
+"""Rounds that are not counted: engines warm up, and Quire learns how long steps take."""
+
+
+def twin(run: Run) -> Path:
+    """A model that says what quire-tiny says and costs what half a billion parameters cost."""
+    folder = run.folder / "wide-twin"
+    if not (folder / "config.json").exists():
+        write_wide_twin("quire-tiny", folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class _Drafted(Engine):
+    """An engine whose drafts come from `method`."""
+
+    method: str = "off"
+
+    @property
+    def label(self) -> str:
+        """Name, precision and method."""
+        return f"{super().label} {self.method}"
+
+    def _command(self, driver: str, model: Path, draft: Path) -> list[str]:
+        return self._driver("drafted", driver, self.method, model, draft, _NUM_DRAFTS, num_threads())
+
+
+class _Quire(_Drafted, Quire):
+    def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
+        """Return the command."""
+        return self._command("quire", checkpoint, DRAFT)
+
+
+class _Vllm(_Drafted, Vllm):
+    def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
+        """Return the command."""
+        return self._command("vllm", checkpoint, DRAFT)
+
+
+class _LlamaCpp(_Drafted, LlamaCpp):
+    def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
+        """Return the command, after the conversion of both models."""
+        return self._command("llama", self.convert(checkpoint), self.convert(DRAFT))
+
+
+def beside_others(run: Run) -> Iterator[Row]:
+    """Measure each engine against itself without drafts, in bfloat16, one request at a time, interleaved."""
+    tokenizer = Tokenizer.from_path(TINY)
+    questions = [pair["question"] for pair in json.loads(QUESTIONS.read_text())[:_NUM_QUESTIONS]]
+    prompts = [tokenizer.encode(text) for text in (*CODE, *questions)]
+    with ExitStack() as stack:
+        engines = [kind(run.folder, method=method) for kind in (_Quire, _Vllm, _LlamaCpp) for method in METHODS]
+        sessions, rows = start(stack, run, engines, twin(run), 1024)
+        yield from (
+            {"load": True} | row | {"method": e.method} for row, e in zip(rows, _wanted(run, engines), strict=True)
+        )
+        times: dict[tuple[str, str], list[float]] = {}
+        outputs: dict[tuple[str, str], list[list[int]]] = {}
+        for turn in range(_NUM_LEARNING + run.rounds):
+            for session in sessions:
+                assert isinstance(session.engine, _Drafted)
+                which = session.engine.name, session.engine.method
+                answer = session.call("generate", prompts=prompts, output_len=_NUM_TOKENS)
+                outputs[which] = answer["outputs"]
+                if turn >= _NUM_LEARNING:
+                    times.setdefault(which, []).append(answer["elapsed_s"])
+    for (name, method), its_times in times.items():
+        plain = times.get((name, "off"))
+        if method == "off" or plain is None:
+            continue
+        speedup = statistics.median(a / b for a, b in zip(plain, its_times, strict=True))
+        row = {"engine": name, "method": method, "precision": "bfloat16", "speedup": round(speedup, 3)}
+        row |= {"elapsed_s": [[round(s, 3) for s in each] for each in (plain, its_times)]}
+        yield row | {"is_equal": outputs[name, method] == outputs[name, "off"]}
+
+
+def _wanted(run: Run, engines: Sequence[_Drafted]) -> list[_Drafted]:
+    return [engine for engine in engines if engine.name in run.engines]

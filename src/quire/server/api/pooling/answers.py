@@ -1,0 +1,119 @@
+"""What the endpoints of pooled vectors answer: lists with a row for each text, and vectors as text or as bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from starlette.responses import Response
+
+from quire.common.outputs import PoolingOutput, PoolingRequestOutput
+from quire.server.api.pooling import protocol as api
+from quire.server.api.shared.fields import Usage
+from quire.server.http.endpoint import json_response
+from quire.server.http.state import RequestContext
+
+Output = PoolingRequestOutput[PoolingOutput]
+Numbers = npt.NDArray[np.float32]
+
+BYTES = "application/octet-stream"
+"""Media type of vectors that are sent as they are."""
+_QUICK_NUMBERS = 10_000
+"""Numbers that are written as JSON within a few milliseconds."""
+_ORDERS: dict[str, Literal["=", "<", ">"]] = {"native": "=", "little": "<", "big": ">"}
+
+
+def usage_of(outputs: Sequence[Output]) -> Usage:
+    """The usage of all prompts together."""
+    num_tokens = sum([len(output.prompt_token_ids) for output in outputs])
+    return Usage.of(num_tokens, 0, sum([output.num_cached_tokens for output in outputs]))
+
+
+async def rows_response(
+    context: RequestContext,
+    kind: tuple[type[api.ListResponse], str],
+    outputs: Sequence[Output],
+    rows: Sequence[Callable[[], msgspec.Struct]],
+    num_numbers: int,
+) -> Response:
+    """The answer with these rows, of the type and with the beginning of the id that `kind` says."""
+
+    def make() -> Response:
+        data: Any = [msgspec.Raw(msgspec.json.encode(row())) for row in rows]  # threads run between any two
+        made, usage = int(time.time()), usage_of(outputs)
+        name = f"{kind[1]}-{context.request_id}"
+        return json_response(kind[0](id=name, created=made, model=context.model, data=data, usage=usage))
+
+    return await made_response(make, num_numbers)
+
+
+async def made_response(make: Callable[[], Response], num_numbers: int) -> Response:
+    """What `make` returns; with many numbers it is called in a thread."""
+    return make() if num_numbers <= _QUICK_NUMBERS else await asyncio.to_thread(make)
+
+
+async def vectors_response(
+    context: RequestContext,
+    kind: tuple[type[api.ListResponse], str],
+    body: api.VectorFields,
+    outputs: Sequence[Output],
+    row: Callable[[int, Any], msgspec.Struct],
+) -> Response:
+    """The vectors as the body asks for them: in rows, which `row` makes, or as bytes one after another."""
+    vectors = [output.outputs.data for output in outputs]
+    if not (body.encoding_format or "").startswith("bytes"):
+        rows = [partial(_vector_row, row, i, each, body) for i, each in enumerate(vectors)]
+        return await rows_response(context, kind, outputs, rows, num_numbers(outputs))
+    parts = [packed(each, body.embed_dtype, body.endianness) for each in vectors]
+    headers: dict[str, str] = {}
+    if body.encoding_format == "bytes":
+        ends = np.cumsum([len(part) for part in parts]).tolist()
+        places: Any = [
+            api.BytesData(
+                index=i,
+                embed_dtype=body.embed_dtype,
+                endianness=body.endianness,
+                start=end - len(part),
+                end=end,
+                shape=list(vector.shape),
+            )
+            for i, (part, vector, end) in enumerate(zip(parts, vectors, ends, strict=True))
+        ]
+        described = kind[0](
+            id=f"{kind[1]}-{context.request_id}",
+            created=int(time.time()),
+            model=context.model,
+            data=places,
+            usage=usage_of(outputs),
+        )
+        headers["metadata"] = msgspec.json.encode(described).decode("ascii", "backslashreplace")
+    return Response(b"".join(parts), headers=headers, media_type=BYTES)
+
+
+def _vector_row(row: Callable[[int, Any], msgspec.Struct], i: int, vector: Numbers, body: api.VectorFields) -> Any:
+    if body.encoding_format != "base64":
+        return row(i, vector.tolist())
+    return row(i, base64.b64encode(packed(vector, body.embed_dtype, body.endianness)).decode())
+
+
+def num_numbers(outputs: Sequence[Output]) -> int:
+    """The number of all numbers in the outputs."""
+    return sum([output.outputs.data.size for output in outputs])
+
+
+def packed(numbers: Numbers, dtype: api.EmbedDType = "float32", order: api.Endianness = "little") -> bytes:
+    """Numbers as bytes of this type, rounded to the nearest, in this order of bytes."""
+    made: npt.NDArray[Any]
+    if dtype == "bfloat16":  # the upper half of a float32; a tie goes to the even one
+        bits = numbers.astype(np.float32).view(np.uint32)
+        made = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    else:
+        made = numbers.astype(dtype)
+    return made.astype(made.dtype.newbyteorder(_ORDERS[order])).tobytes()

@@ -1,0 +1,120 @@
+"""Layers for multi-token prediction in the model's own checkpoint draft what DeepSeek-V3's report says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire import LLM
+from quire.config.checkpoint.draft_heads import resolve_head
+from quire.config.model import ModelConfig
+from tests.models.conftest import make_checkpoint
+from tests.models.latent import LATENT
+from tests.models.mixtures import MIXTURES
+
+from . import heads
+from .heads import MTP_NAMES, Head, Oracle, mtp, renamed
+from .test_heads import SETTINGS, check, drafted, make, numbers
+
+
+@pytest.mark.parametrize("name", ["ernie", "mimo", "qwen"])
+def test_a_layer_beside_the_models_drafts_as_the_report_says(name: str, tmp_path: Path) -> None:
+    head = mtp(name)
+    folder = shutil.copytree(heads.TINY, tmp_path / "model")
+    save_file(heads.load_tiny() | renamed(head.tensors, MTP_NAMES[name]), folder / "model.safetensors")
+    llm, oracle = make(None, method=f"{name}_mtp" if name != "qwen" else "mtp", model=str(folder)), Oracle(head)
+    assert llm.engine.plan.weight_bytes > make(None, method="off").engine.plan.weight_bytes
+    for prompt in (numbers(1, 9), numbers(2, 70)):
+        check(llm, oracle, prompt)
+
+
+class LayerOracle(Oracle):
+    """With a layer of transformers' in the place of Llama's."""
+
+    def __init__(self, head: Head, model: Any, layer: Any) -> None:
+        super().__init__(head, model)
+        self.block = layer
+
+    def layer(self, embeddings: Tensor, states: Tensor) -> Tensor:
+        x = torch.cat([self.norm("token_norm", embeddings), self.norm("state_norm", states)], -1)
+        x, places = self.linear("fc", x)[None], torch.arange(len(x))[None]
+        mask = torch.full((len(states), len(states)), -torch.inf).triu(1)[None, None]
+        rotary = self.model.model.rotary_emb(x, places)
+        out = self.block(x, attention_mask=mask, position_ids=places, position_embeddings=rotary)
+        return (out if isinstance(out, Tensor) else out[0])[0]
+
+
+FAMILIES = {name: LATENT[name] for name in ("deepseek-v3", "glm4-moe-lite")} | {"glm4-moe": MIXTURES["glm4-moe"]}
+
+
+def behind(parent: Path, name: str, **changed: Any) -> tuple[Path, Callable[[], LayerOracle]]:
+    """A model whose last layer is made the one that predicts further tokens."""
+    architecture, fields = FAMILIES[name]
+    if "mlp_layer_types" in fields:
+        fields = fields | {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+    fields = fields | {"vocab_size": heads.VOCAB, "max_position_embeddings": 128} | changed
+    folder, model = make_checkpoint(parent, architecture, **fields)
+    last, width = model.config.num_hidden_layers - 1, model.config.hidden_size
+    rng = torch.Generator().manual_seed(8)
+    norms = {f"{norm}.weight": heads.norm(rng, width) for norm in ("token_norm", "state_norm", "out_norm")}
+    tensors = norms | {"fc.weight": heads.matrix(rng, width, 2 * width)}
+    names = {ours: theirs.replace("layers.6", f"layers.{last}") for ours, theirs in MTP_NAMES["deepseek"].items()}
+    shared = {"shared_head.head": "lm_head", "embed_tokens": "model.embed_tokens"}
+    stored = load_file(folder / "model.safetensors")
+    copies = {f"model.layers.{last}.{name}.weight": stored[f"{ours}.weight"].clone() for name, ours in shared.items()}
+    save_file(stored | renamed(tensors, names) | copies, folder / "model.safetensors")
+    values = json.loads((folder / "config.json").read_text())
+    for key in ("layer_types", "mlp_layer_types"):
+        if key in values:
+            values[key] = values[key][:-1]
+    values |= {"num_hidden_layers": last, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(values))
+
+    def oracle() -> LayerOracle:
+        layer = model.model.layers[last]
+        model.model.layers = model.model.layers[:last]
+        model.config.num_hidden_layers = last
+        return LayerOracle(Head(tensors, {}), model, layer)
+
+    return folder, oracle
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_layer_behind_the_last_drafts_as_the_report_says(name: str, tmp_path: Path) -> None:
+    folder, make_oracle = behind(tmp_path, name)
+    config = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+    llm, oracle = LLM(str(folder), tokenizer="quire-tiny", speculative_config=config, **SETTINGS), make_oracle()
+    for prompt in (numbers(1, 9), numbers(2, 70)):
+        check(llm, oracle, prompt)
+    off = LLM(str(folder), tokenizer="quire-tiny", speculative_config={"method": "off"}, **SETTINGS)
+    assert not drafted(off, numbers(1, 9))
+
+
+def test_ernies_layer_has_no_experts() -> None:
+    """Whose config says `-1` for the last layer with experts, which is the model's last one."""
+    from quire.config.checkpoint.draft_heads import _with_one_more_layer
+    from quire.config.hf_config import HFConfig
+    from quire.models.families.mixtures.ernie4_5_moe import Ernie45MoeForCausalLM
+
+    hf = _with_one_more_layer(HFConfig({"num_hidden_layers": 3, "moe_layer_end_index": -1}, "config.json"))
+    shapes = [Ernie45MoeForCausalLM.experts_shape(hf, layer) for layer in (2, 3)]
+    assert [shape is None for shape in shapes] == [False, True]
+    hf = _with_one_more_layer(HFConfig({"num_hidden_layers": 3, "moe_layer_end_index": 1}, "config.json"))
+    assert Ernie45MoeForCausalLM.experts_shape(hf, 2) is None
+
+
+def test_a_head_is_found_in_the_models_checkpoint_or_not_at_all(tmp_path: Path) -> None:
+    folder, _ = behind(tmp_path, "glm4-moe")
+    found = resolve_head(ModelConfig.resolve(folder), None, None)
+    assert found is not None
+    assert found.head is not None
+    assert (found.head.format.method, found.head.has_table, found.head.has_head) == ("mtp", False, False)
+    assert resolve_head(ModelConfig.resolve(None), None, None) is None
