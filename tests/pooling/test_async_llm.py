@@ -51,7 +51,7 @@ class PoolingDoor(Door):
 
     def sent(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         """The messages to the engine from now on."""
-        client, sent = self.llm._engine._client, []
+        client, sent = self.llm.group.engines[0]._client, []
         send = client.send
         monkeypatch.setattr(client, "send", lambda message: (sent.append(message), send(message)))
         return sent

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MAX_DEATHS = 2
 """A request that was running when this number of engines died, one after another, may be the cause, and is not sent to
 another one."""
-MIN_PROGRESS = 4
+MIN_PROGRESS = 16
 """A request that got this number of tokens from an engine is not taken to be the cause of the deaths before."""
 
 
