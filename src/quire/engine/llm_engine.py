@@ -16,7 +16,6 @@ from quire.common.memory import give_back_memory
 from quire.common.outputs import EngineStats, RequestOutput
 from quire.common.params import BeamSearchParams, PoolingParams, SamplingParams
 from quire.config.args import EngineArgs
-from quire.config.replicas import check_one_engine
 from quire.engine.adapters import AdapterTable, AnyAdapter
 from quire.engine.drafting.drafting import make_drafting
 from quire.engine.metrics import EngineMetrics, Metric
@@ -26,6 +25,7 @@ from quire.engine.requests.input_processor import InputProcessor, Prompt
 from quire.engine.requests.new_group import new_group, new_scoring_group
 from quire.engine.requests.recommended import recommended_params
 from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
+from quire.engine.routing.replicas import check_one_engine
 from quire.engine.scheduling.loaded_adapters import LoadedAdapters
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.stats import engine_stats

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.config.args import EngineArgs, EngineConfig
-from quire.config.replicas import replica_args
 from quire.engine.process.messages import Ready
+from quire.engine.routing.replicas import replica_args
 from quire.interfaces.async_llm.supervisor import Supervisor
 from quire.text.tokenizer.tokenizer import Tokenizer
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from quire import ConfigError, EngineArgs
-from quire.config import replicas
 from quire.config.machine import MachineMemory, cpu_quota
-from quire.config.replicas import check_one_engine, neighbours_first, replica_args
+from quire.engine.routing import replicas
+from quire.engine.routing.replicas import check_one_engine, neighbours_first, replica_args
 
 
 @pytest.fixture(autouse=True)
