@@ -1,10 +1,12 @@
 """Writes docs/performance.md and its plots from a results file."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import speculation
+from benchmarks.markdown import table, title
 from benchmarks.plots import plot_growth, plot_throughput
 from benchmarks.targets import targets
 
@@ -57,7 +59,7 @@ def _targets(rows: Sequence[Row]) -> Iterator[str]:
     found = list(targets(rows))
     yield "## Targets\n\nFor targets that are missed, the measurements below the table show the reason.\n"
     head = ("target", "at least or at most", "measured", "")
-    yield from _table(head, ((t.what, t.aim, value, "met" if t.is_met(value) else "missed") for t, value in found))
+    yield from table(head, ((t.what, t.aim, value, "met" if t.is_met(value) else "missed") for t, value in found))
     reasons: dict[str, list[str]] = {}
     for target, value in found:
         if not target.is_met(value):
@@ -67,7 +69,7 @@ def _targets(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _throughput(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("Throughput, Qwen2-0.5B's shape", "python -m benchmarks throughput")
+    yield from title("Throughput, Qwen2-0.5B's shape", "python -m benchmarks throughput")
     plot_throughput(rows, plots / "throughput.svg")
     yield f"![Output tokens per second by engine and batch]({plots.name}/throughput.svg)\n"
     yield "Output tokens per second; for the prompt of 2,048 tokens, which generates one, prompt tokens per second."
@@ -77,25 +79,25 @@ def _throughput(rows: Sequence[Row], plots: Path) -> Iterator[str]:
 
 
 def _embedded(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("The embedded checkpoint", "python -m benchmarks embedded")
+    yield from title("The embedded checkpoint", "python -m benchmarks embedded")
     yield "quire-tiny has 7 million weights, which fit into the CPU's caches: this measures everything but the model.\n"
     yield from _engines(rows)
 
 
 def _mixture(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("A mixture of experts", "python -m benchmarks mixture")
+    yield from title("A mixture of experts", "python -m benchmarks mixture")
     yield "Four layers of Qwen3-30B-A3B's shape (128 experts, 8 for a token) with random weights and a vocabulary of"
     yield "8,192, all engines from one GGUF file in Q4_0: quire quantizes it to int4, quire-gguf and llama.cpp keep its"
     yield "blocks. The limit is reading the weights that one token needs.\n"
     steps = [row for row in rows if "step_ms" in row]
     head = ("engine", "a token's MB", "step ms", "of the limit")
-    yield from _table(head, ((r["engine"], r["bytes"] // 10**6, r["step_ms"], r["of_limit"]) for r in steps))
+    yield from table(head, ((r["engine"], r["bytes"] // 10**6, r["step_ms"], r["of_limit"]) for r in steps))
     yield ""
     yield from _engines([row for row in rows if "step_ms" not in row])
 
 
 def _formats(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("Checkpoints of other tools", "python -m benchmarks formats")
+    yield from title("Checkpoints of other tools", "python -m benchmarks formats")
     yield "Qwen2-0.5B's shape with random weights; the limit is that of the bytes which each engine of Quire keeps."
     yield "Tables compare with the first engine."
     for name in dict.fromkeys(row["format"] for row in rows):
@@ -104,20 +106,20 @@ def _formats(rows: Sequence[Row], plots: Path) -> Iterator[str]:
 
 
 def _adapters(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("LoRA adapters", "python -m benchmarks adapters")
+    yield from title("LoRA adapters", "python -m benchmarks adapters")
     yield "Qwen2-0.5B's shape in bfloat16; adapters of rank 16 on all projections. The cost is the median of what"
     yield "adapters add to the time of a batch of 128 tokens in, run with and without them in turn.\n"
     measured = [row for row in rows if "cost" in row]
     head = ("prompts", "different adapters", "engine", "cost")
     costs = ((r["num_prompts"], r["num_adapters"], r["engine"], f"{100 * r['cost']:.1f} %") for r in measured)
-    yield from _table(head, costs)
+    yield from table(head, costs)
     for row in rows:
         if "left_out" in row:
             yield f"\n{row['engine']} is left out: {row['left_out']}"
 
 
 def _fallback(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("Transformers' modules", "python -m benchmarks fallback")
+    yield from title("Transformers' modules", "python -m benchmarks fallback")
     yield "Qwen3-0.6B's shape with random weights, through Quire's own model and with `--model-impl transformers`."
     for precision in dict.fromkeys(row["precision"] for row in rows):
         yield f"\n### Transformers' modules, {precision}\n"
@@ -125,7 +127,7 @@ def _fallback(rows: Sequence[Row], plots: Path) -> Iterator[str]:
 
 
 def _embeddings(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("Embeddings", "python -m benchmarks embeddings")
+    yield from title("Embeddings", "python -m benchmarks embeddings")
     measured = [row for row in rows if "texts_per_s" in row]
     count, num_tokens = measured[0]["num_texts"], measured[0]["num_tokens"]
     yield f"all-MiniLM-L6-v2, {count} texts of 3 to 256 tokens, {num_tokens:,} in all, which each engine tokenizes too."
@@ -134,7 +136,7 @@ def _embeddings(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield "of similar lengths together, 32 at a time. The limit is that of the matrix products alone.\n"
     ready = {(row["engine"], row["precision"]): row["load_s"] for row in rows if "load_s" in row}
     head = ("engine", "precision", "texts/s", "of the limit", "a short text, ms", "ready after, with imports")
-    yield from _table(
+    yield from table(
         head,
         (
             (
@@ -152,7 +154,7 @@ def _embeddings(rows: Sequence[Row], plots: Path) -> Iterator[str]:
 
 
 def _beside(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("Generation beside embeddings", "python -m benchmarks beside")
+    yield from title("Generation beside embeddings", "python -m benchmarks beside")
     row = rows[-1]
     yield (
         f"One server with Qwen2-0.5B's shape in bfloat16, which generates one stream, and all-MiniLM-L6-v2, to which "
@@ -161,7 +163,7 @@ def _beside(rows: Sequence[Row], plots: Path) -> Iterator[str]:
         f"{row['texts_per_s']} texts/s are embedded.\n"
     )
     found = ((name, *row[f"{name}_ms"], row[f"{name}_ratio"]) for name in ("median", "p95"))
-    yield from _table(("gap", "alone, ms", "beside, ms", "ratio"), found)
+    yield from table(("gap", "alone, ms", "beside, ms", "ratio"), found)
 
 
 def _engines(rows: Sequence[Row]) -> Iterator[str]:
@@ -178,7 +180,7 @@ def _engines(rows: Sequence[Row]) -> Iterator[str]:
             "of the limit",
             "ready after",
         )
-        yield from _table(head, (_engine(row, ready) for row in measured))
+        yield from table(head, (_engine(row, ready) for row in measured))
         yield "\n" + _speeds(measured)
     for row in rows:
         if "left_out" in row:
@@ -204,9 +206,9 @@ def _speeds(rows: Sequence[Row]) -> str:
 
 
 def _ready(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("Start-up", "python -m benchmarks ready")
+    yield from title("Start-up", "python -m benchmarks ready")
     yield "The weights are in the page cache. Memory does not include that of torch, and the KV cache is small.\n"
-    yield from _table(("", "seconds", "target"), ((row["what"], row["seconds"], row["target"]) for row in rows))
+    yield from table(("", "seconds", "target"), ((row["what"], row["seconds"], row["target"]) for row in rows))
     load = rows[-1]
     yield (
         f"\nMemory after loading: {load['memory_bytes'] / 1e6:.0f} MB, {load['of_weights']:.2f} of the weights; peak "
@@ -216,12 +218,12 @@ def _ready(rows: Sequence[Row], plots: Path) -> Iterator[str]:
 
 
 def _parts(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("Parts of a step", "python -m benchmarks parts")
+    yield from title("Parts of a step", "python -m benchmarks parts")
     yield "Medians of kernels that are called one at a time. The limit of products is the time to read all weights or"
     yield "to multiply by them, whichever is longer. The rest is the remaining time of the whole step.\n"
     head = ("weights", "sequences x tokens", "step ms", "products ms", "of their limit", "attention ms",
             "other kernels ms", "rest ms")  # fmt: skip
-    yield from _table(head, map(_part, rows))
+    yield from table(head, map(_part, rows))
     yield "\n" + _speeds(rows)
 
 
@@ -233,57 +235,20 @@ def _part(row: Row) -> tuple[object, ...]:
 
 
 def _rest(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("A step outside the model", "python -m benchmarks rest")
+    yield from title("A step outside the model", "python -m benchmarks rest")
     yield "The time of a decode step outside the model: scheduling, inputs, sampling (temperature 0.8, top-k 50, top-p"
     yield "0.9), commit, text, outputs (deltas, as a server sends them). Target: under 5 % for the larger model.\n"
     names = ("model", "num_seqs", "step_ms", "rest_ms", "of_step")
-    yield from _table(
+    yield from table(
         ("model", "sequences", "step ms", "outside the model ms", "of the step"), ([r[n] for n in names] for r in rows)
     )
 
 
-def _speculation(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("Speculation", "python -m benchmarks speculation")
-    yield "A twin of quire-tiny as expensive as 0.5 B weights, one request at a time, greedy, with and without drafts"
-    yield "interleaved: by quire-draft for questions with long answers and for code, by the grammar for JSON, by a"
-    yield "prediction, one in 20 of whose tokens is wrong, for an edit. Tokens that the grammar leaves no choice of are"
-    yield "appended without drafts too: JSON always takes fewer steps.\n"
-    head = ("text", "weights", "drafts", "tokens", "steps without", "steps with", "faster by", "equal")
-    yield from _table(
-        head,
-        (
-            (r["text"], r["precision"], r["method"], r["num_tokens"], *r["num_steps"], r["speedup"], r["is_equal"])
-            for r in rows
-            if "speedup" in r
-        ),
-    )
-    yield "\nNumbers of drafts, in int8, several prompts at once: the speed-up over none of the engine's"
-    yield "own choice, and of fixed numbers. Random text is drawn at temperature 4, where hardly a draft is right.\n"
-    names = ("text", "method", "num_prompts", "chosen", "fixed", "of_best", "is_equal")
-    yield from _table(
-        ("text", "drafts", "prompts", "chosen", "fixed numbers", "of the best", "equal"),
-        ([(r | {"fixed": _fixed(r)}).get(n, "") for n in names] for r in rows if "chosen" in r),
-    )
-
-
-def _fixed(row: Row) -> str:
-    return ", ".join(f"{number}: {speedup}" for number, speedup in row.get("fixed", {}).items())
-
-
-def _speculation_peers(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("Speculation of other engines", "python -m benchmarks speculation --peers")
-    yield "The twin, drafted by lookup or by quire-draft, bfloat16, greedy, one request at a time, all engines in turn:"
-    yield "each one's speed-up over itself without drafts, and whether its outputs stayed the same.\n"
-    names = ("engine", "method", "speedup", "is_equal", "left_out")
-    found = [r for r in rows if "speedup" in r or "left_out" in r]
-    yield from _table(names, ([r.get(n, "") for n in names] for r in found))
-
-
 def _latency(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("Latency", "python -m benchmarks latency", "quire bench latency")
+    yield from title("Latency", "python -m benchmarks latency", "quire bench latency")
     yield "Prompts of 128 tokens in and 64 out. The limit is reading all weights once for each token.\n"
     head = ("concurrent", "first token ms, p50", "p90", "p99", "between tokens ms, p50", "p90", "p99", "of the limit")
-    yield from _table(
+    yield from table(
         head,
         (
             (row["concurrency"], *row["first_token_ms"].values(), *row["between_tokens_ms"].values(), row["of_limit"])
@@ -293,7 +258,7 @@ def _latency(rows: Sequence[Row], plots: Path) -> Iterator[str]:
 
 
 def _growth(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("Growth of a decode step", "python -m benchmarks growth")
+    yield from title("Growth of a decode step", "python -m benchmarks growth")
     for by, x in (("batch", "num_seqs"), ("context", "context")):
         found = [row for row in rows if row["by"] == by]
         curves = {
@@ -304,7 +269,7 @@ def _growth(rows: Sequence[Row], plots: Path) -> Iterator[str]:
         for name, curve in curves.items():
             yield f"{name}: {_growth_words(curve, x, 'step_ms')}.\n"
     head = ("model", "sequences", "context", "step ms", "of the limit")
-    yield from _table(head, ((r["model"], r["num_seqs"], r["context"], r["step_ms"], r["of_limit"]) for r in rows))
+    yield from table(head, ((r["model"], r["num_seqs"], r["context"], r["step_ms"], r["of_limit"]) for r in rows))
     yield "\n" + _speeds(rows)
 
 
@@ -316,20 +281,20 @@ def _growth_words(curve: Sequence[Row], x: str, y: str) -> str:
 
 
 def _kernels(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("Kernels", "python -m benchmarks kernels", "quire bench kernels")
+    yield from title("Kernels", "python -m benchmarks kernels", "quire bench kernels")
     yield from _limited(rows, "kernel", ("rows", "n", "k", "block_bytes"))
 
 
 def _isas(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("Other instruction sets", "python -m benchmarks isas", "QUIRE_ISA=avx2 quire bench kernels")
+    yield from title("Other instruction sets", "python -m benchmarks isas", "QUIRE_ISA=avx2 quire bench kernels")
     yield "Each variant is compared with the limits of its own instructions on this machine, with all threads.\n"
     head = ("variant", "weights", "rows", "n", "k", "us", "GB/s", "GFLOP/s", "limited by", "of the limit")
     names = ("isa", "dtype", "rows", "n", "k", "us", "gb_per_s", "gflop_per_s", "limit", "of_limit")
-    yield from _table(head, ([row[name] for name in names] for row in rows))
+    yield from table(head, ([row[name] for name in names] for row in rows))
 
 
 def _attention(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("Attention", "python -m benchmarks attention", "quire bench attention")
+    yield from title("Attention", "python -m benchmarks attention", "quire bench attention")
     decodes = [row for row in rows if row["attention"] == "decode"]
     shapes = dict.fromkeys((tuple(row["heads"]), row["num_seqs"]) for row in decodes)
     curves = {
@@ -346,11 +311,11 @@ def _limited(rows: Sequence[Row], name: str, sizes: Sequence[str]) -> Iterator[s
     yield f"Instruction set {rows[0]['isa']}, {rows[0]['threads']} threads, {rows[0]['dtype']}.\n"
     head = (name, *sizes, "us", "GB/s", "GFLOP/s", "limited by", "of the limit")
     figures = ("us", "gb_per_s", "gflop_per_s", "limit", "of_limit")
-    yield from _table(head, ((row[name], *(row.get(key, "") for key in (*sizes, *figures))) for row in rows))
+    yield from table(head, ((row[name], *(row.get(key, "") for key in (*sizes, *figures))) for row in rows))
 
 
 def _scheduler(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("Bookkeeping", "python -m benchmarks scheduler", "quire bench scheduler")
+    yield from title("Bookkeeping", "python -m benchmarks scheduler", "quire bench scheduler")
     curves = {
         f"{n} running": [row | {"us": row["schedule_us"] + row["commit_us"]} for row in rows if row["num_seqs"] == n]
         for n in dict.fromkeys(row["num_seqs"] for row in rows)
@@ -360,16 +325,16 @@ def _scheduler(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     for name, curve in curves.items():
         yield f"{name}: {_growth_words(curve, 'num_waiting', 'us')}.\n"
     names = ("num_seqs", "num_waiting", "add_us", "schedule_us", "commit_us")
-    yield from _table(names, ([row[name] for name in names] for row in rows))
+    yield from table(names, ([row[name] for name in names] for row in rows))
 
 
 def _kv_cache(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("KV cache", "python -m benchmarks kv_cache", "python tools/bench_kv.py")
+    yield from title("KV cache", "python -m benchmarks kv_cache", "python tools/bench_kv.py")
     for name in dict.fromkeys(row["name"] for row in rows):
         found = [row for row in rows if row["name"] == name]
         columns = [key for key in found[0] if key not in ("figure", "name")]
         yield f"\n### {name}\n"
-        yield from _table(columns, ([row.get(key, "") for key in columns] for row in found))
+        yield from table(columns, ([row.get(key, "") for key in columns] for row in found))
 
 
 _SECTIONS: dict[str, Callable[[Sequence[Row], Path], Iterator[str]]] = {
@@ -385,8 +350,8 @@ _SECTIONS: dict[str, Callable[[Sequence[Row], Path], Iterator[str]]] = {
     "ready": _ready,
     "parts": _parts,
     "rest": _rest,
-    "speculation": _speculation,
-    "speculation_peers": _speculation_peers,
+    "speculation": speculation.report,
+    "speculation_peers": speculation.report_peers,
     "latency": _latency,
     "growth": _growth,
     "kernels": _kernels,
@@ -395,14 +360,3 @@ _SECTIONS: dict[str, Callable[[Sequence[Row], Path], Iterator[str]]] = {
     "scheduler": _scheduler,
     "kv_cache": _kv_cache,
 }
-
-
-def _title(title: str, *commands: str) -> Iterator[str]:
-    yield f"## {title}\n\nMeasured by {' and '.join(f'`{command}`' for command in commands)}.\n"
-
-
-def _table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield "|" + "---|" * len(head)
-    for row in rows:
-        yield f"| {' | '.join(map(str, row))} |"

@@ -10,6 +10,7 @@ from pathlib import Path
 from benchmarks.drivers.speculation import CODE, QUESTIONS
 from benchmarks.engines.interleaved import TINY, Row, Run, start
 from benchmarks.engines.peers import Engine, LlamaCpp, Quire, Vllm, num_threads
+from benchmarks.markdown import table, title
 from quire.text.tokenizer.tokenizer import Tokenizer
 from tools.wide_twin import write_wide_twin
 
@@ -96,3 +97,42 @@ def beside_others(run: Run) -> Iterator[Row]:
 
 def _wanted(run: Run, engines: Sequence[_Drafted]) -> list[_Drafted]:
     return [engine for engine in engines if engine.name in run.engines]
+
+
+def report(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    """Yield the section of the report on speculation."""
+    yield from title("Speculation", "python -m benchmarks speculation")
+    yield "A twin of quire-tiny as expensive as 0.5 B weights, one request at a time, greedy, with and without drafts"
+    yield "interleaved: by quire-draft for questions with long answers and for code, by the grammar for JSON, by a"
+    yield "prediction, one in 20 of whose tokens is wrong, for an edit. Tokens that the grammar leaves no choice of are"
+    yield "appended without drafts too: JSON always takes fewer steps.\n"
+    head = ("text", "weights", "drafts", "tokens", "steps without", "steps with", "faster by", "equal")
+    yield from table(
+        head,
+        (
+            (r["text"], r["precision"], r["method"], r["num_tokens"], *r["num_steps"], r["speedup"], r["is_equal"])
+            for r in rows
+            if "speedup" in r
+        ),
+    )
+    yield "\nNumbers of drafts, in int8, several prompts at once: the speed-up over none of the engine's"
+    yield "own choice, and of fixed numbers. Random text is drawn at temperature 4, where hardly a draft is right.\n"
+    names = ("text", "method", "num_prompts", "chosen", "fixed", "of_best", "is_equal")
+    yield from table(
+        ("text", "drafts", "prompts", "chosen", "fixed numbers", "of the best", "equal"),
+        ([(r | {"fixed": _fixed(r)}).get(n, "") for n in names] for r in rows if "chosen" in r),
+    )
+
+
+def _fixed(row: Row) -> str:
+    return ", ".join(f"{number}: {speedup}" for number, speedup in row.get("fixed", {}).items())
+
+
+def report_peers(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    """Yield the section of the report on other engines' speculation."""
+    yield from title("Speculation of other engines", "python -m benchmarks speculation --peers")
+    yield "The twin, drafted by lookup or by quire-draft, bfloat16, greedy, one request at a time, all engines in turn:"
+    yield "each one's speed-up over itself without drafts, and whether its outputs stayed the same.\n"
+    names = ("engine", "method", "speedup", "is_equal", "left_out")
+    found = [r for r in rows if "speedup" in r or "left_out" in r]
+    yield from table(names, ([r.get(n, "") for n in names] for r in found))
