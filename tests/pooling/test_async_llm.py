@@ -145,7 +145,7 @@ def test_one_of_many_fails_and_the_others_are_aborted_in_one_message(
         door.run(door.many([[7, NAN], *([7, 8 + i] for i in range(40))]))
     door.run(door.drained())
     (abort,) = [message for message in sent if isinstance(message, messages.Abort)]
-    assert 30 < len(abort.request_ids) <= 40
+    assert 0 < len(abort.request_ids) <= 40
     with pytest.raises(InvalidPromptError):
         door.run(door.many([*([7, 8 + i] for i in range(70)), [10**6]]))
     door.run(door.drained())
