@@ -25,6 +25,24 @@ def test_fields_have_vllms_names() -> None:
     assert not read(adaptive=False).is_adaptive
 
 
+def test_a_draft_model_may_be_quantized() -> None:
+    given = {"model": "quire-draft", "quantization": "int8", "draft_tensor_parallel_size": 1}
+    draft = EngineArgs(speculative_config=given).resolve().draft
+    assert draft is not None
+    assert draft.quantization == "int8"
+    assert read(model="a/b", revision="v1").revision == "v1"
+    for wrong, said in (
+        ({"quantization": "int8"}, "quantization is for a draft model, and there is none"),
+        ({"method": "ngram", "revision": "v1"}, "revision is for a draft model"),
+        (
+            {"model": "quire-draft", "draft_tensor_parallel_size": 2},
+            "draft_tensor_parallel_size=2: only 1 is supported",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            read(**wrong)
+
+
 @pytest.mark.parametrize(
     ("given", "lengths"),
     [

@@ -336,8 +336,8 @@ class EngineArgs(metaclass=_NamesChecked):
 
 
 def _draft_model(model: ModelConfig, speculative: SpeculativeConfig, has_method: bool) -> ModelConfig | None:
-    """Computes as the model does, but is not quantized unless its files are. Raises ConfigError if the model pools.
-    Without a method, the files tell whether they are a draft head's."""
+    """Computes as the model does, and is quantized as its files are or `speculative` says. Raises ConfigError if the
+    model pools. Without a method, the files tell whether they are a draft head's."""
     if speculative.model is None and not speculative.has_head:
         return None
     if model.runner != "generate":
@@ -345,8 +345,15 @@ def _draft_model(model: ModelConfig, speculative: SpeculativeConfig, has_method:
     if speculative.has_head or not has_method:
         head = resolve_head(model, speculative.model, speculative.method if has_method else None)
         if head is not None:
+            speculative.check_no_draft_model()
             return head
-    draft = ModelConfig.resolve(speculative.model, dtype=model.dtype, runner="generate")
+    draft = ModelConfig.resolve(
+        speculative.model,
+        dtype=model.dtype,
+        quantization=speculative.quantization,
+        revision=speculative.revision,
+        runner="generate",
+    )
     return dataclasses.replace(draft, max_model_len=min(model.max_model_len, draft.max_context_len))
 
 

@@ -36,6 +36,9 @@ _FIELDS: Mapping[str, tuple[str, type]] = {
     "prompt_lookup_max": ("max_match", int),
     "suffix_decoding_max_tree_depth": ("max_match", int),
     "adaptive": ("is_adaptive", bool),
+    "quantization": ("quantization", str),
+    "revision": ("revision", str),
+    "draft_tensor_parallel_size": ("draft_tensor_parallel_size", int),
 }
 """vLLM's names of fields, and `adaptive`, with ours."""
 _WITHOUT_EFFECT = (
@@ -66,6 +69,12 @@ class SpeculativeConfig:
     model: str | None = None
     """The draft model or head: a checkpoint with the same tokens, as `model` of an engine names one."""
 
+    quantization: str | None = None
+    """int8 or int4: how the draft model's weights are quantized while they are loaded."""
+    revision: str | None = None
+    """Branch, tag or commit of a draft model on the hub."""
+    draft_tensor_parallel_size: int = 1
+
     @property
     def has_head(self) -> bool:
         """Whether a head on the model's hidden states drafts."""
@@ -80,6 +89,12 @@ class SpeculativeConfig:
         """How many drafts of all sequences a step may verify beside their newest tokens."""
         wanted = max_num_seqs * self.num_speculative_tokens if self.sources else 0
         return min(wanted, MOST_ROWS, max_num_batched_tokens - 1)
+
+    def check_no_draft_model(self) -> None:
+        """Raise ConfigError if there is a field that only a draft model has."""
+        given = [name for name in ("quantization", "revision") if getattr(self, name) is not None]
+        if given:
+            raise ConfigError(f"speculative_config: {given[0]} is for a draft model, and there is none")
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> SpeculativeConfig:
@@ -117,6 +132,13 @@ class SpeculativeConfig:
         if config.model is not None and config.method not in ("draft_model", *HEADS):
             raise ConfigError(
                 f"speculative_config: method={config.method!r} takes no model (draft_model, {', '.join(HEADS)} do)"
+            )
+        if config.method != "draft_model":
+            config.check_no_draft_model()
+        if config.draft_tensor_parallel_size != 1:
+            raise ConfigError(
+                f"speculative_config: draft_tensor_parallel_size={config.draft_tensor_parallel_size}: only 1 is "
+                "supported"
             )
         if not 1 <= config.num_speculative_tokens <= MOST_TOKENS:
             raise ConfigError(
