@@ -41,7 +41,7 @@ def test_each_argument_of_the_scheduler_is_used():
     )  # fmt: skip
     assert args.resolve().scheduler == SchedulerConfig(
         max_num_seqs=3, max_num_batched_tokens=77, preemption_mode="swap", policy="fair", priority_aging_s=2.5,
-        tenant_weights={"a": 2}, prefix_max_delay_s=4.5, target_step_ms=6.5,
+        tenant_weights={"a": 2}, prefix_max_delay_s=4.5, target_step_ms=6.5, max_draft_rows=3 * 8,
     )  # fmt: skip
 
 

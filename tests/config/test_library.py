@@ -64,6 +64,18 @@ def test_the_class_must_be_the_librarys_for_the_type(named):
         chosen(named)
 
 
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "state-space models and linear attention"),
+        ({"architectures": ["MusicgenForCausalLM"], "model_type": "musicgen"}, "a nested config is not supported"),
+    ],
+)
+def test_classes_that_keep_states_or_are_nested_are_refused(named: dict[str, object], said: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=said):
+        chosen(named)
+
+
 def test_the_usual_names_are_filled_in_from_the_librarys_defaults():
     config = implementation(HFConfig(BITNET | {"vocab_size": 99}, "c/config.json"), "auto")[2]
     assert config.source == "c/config.json"

@@ -49,8 +49,7 @@ MOST_TOKENS = 32
 """Most drafts of a sequence in a step that can be asked for."""
 
 MOST_ROWS = 64
-"""Most drafts that a step of max_num_seqs sequences verifies: more hardly pay on any machine, and each needs memory for
-its logits."""
+"""Most rows of a step for whose logits there is memory because of drafts: more hardly pay on any machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class SpeculativeConfig:
     def num_rows(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
         """How many drafts of all sequences a step may verify beside their newest tokens."""
         wanted = max_num_seqs * self.num_speculative_tokens if self.sources else 0
-        return min(wanted, MOST_ROWS, max_num_batched_tokens - 1)
+        return min(wanted, max(0, MOST_ROWS - max_num_seqs), max_num_batched_tokens - 1)
 
     def check_no_draft_model(self) -> None:
         """Raise ConfigError if there is a field that only a draft model has."""
