@@ -135,6 +135,8 @@ class Dispatcher:
     ) -> RequestTable | None:
         """The engine for a prompt, among those that run and do not drain, or those that run. None: none runs."""
         running = [table.number for table in self.tables if table.is_running and table is not besides]
+        if len(self.tables) == 1:
+            return self.tables[0] if running else None
         engines = [number for number in running if number not in self.draining] or running
         return self.tables[self._router.choose(hashes, num_tokens, engines)] if engines else None
 
@@ -144,7 +146,7 @@ class Dispatcher:
 
     def begin_route(self, request: RequestState, table: RequestTable) -> None:
         """The request was sent to the engine."""
-        if table.is_running:
+        if table.is_running and len(self.tables) > 1:
             num_tokens = len(request.message.token_ids) + request.longest
             request.route = self._router.add(table.number, request.hashes, num_tokens, time.monotonic())
 
