@@ -154,7 +154,7 @@ def events(data: bytes) -> str:
     framed = sse.frame(msgspec.json.encode(text))
     assert [json.loads(line[6:]) for line in framed.decode().split("\n") if line] == [text]
     assert framed.count(b"\n") == 2
-    options = argparse.Namespace(url="http://localhost", api_key=None, model=None, once=True)
+    options = argparse.Namespace(url="http://localhost", api_key=None, model=None, engine=0, once=True)
     shown = StringIO()
     with mock.patch.object(urllib.request, "urlopen", return_value=BytesIO(data)), redirect_stdout(shown):
         try:

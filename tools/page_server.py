@@ -243,8 +243,9 @@ class SyntheticLLM:
         model: Any = SimpleNamespace(model="synthetic", max_model_len=4096, vocab_size=1000)
         self.model_config = model
         self.adapters = AdapterTable(model, None)
+        self.group = SimpleNamespace(engines=[self], running=[True])
 
-    async def watch_cache(self) -> AsyncGenerator[bytes, None]:
+    async def watch_cache(self, engine: int = 0) -> AsyncGenerator[bytes, None]:
         """The snapshot in pieces, then changes."""
         ids = [i for i, block in enumerate(self.cache.blocks) if block.state != FREE]
         for number, start in enumerate(range(0, max(1, len(ids)), PIECE)):
@@ -258,7 +259,7 @@ class SyntheticLLM:
             number += 1
         await asyncio.Event().wait()
 
-    async def block_tokens(self, tier: int, block_ids: Sequence[int]) -> list[list[int]]:
+    async def block_tokens(self, tier: int, block_ids: Sequence[int], engine: int = 0) -> list[list[int]]:
         """Made-up tokens."""
         blocks = [self.cache.blocks[i] for i in block_ids]
         return [[block_id * 7 + i for i in range(b.filled)] for block_id, b in zip(block_ids, blocks, strict=True)]

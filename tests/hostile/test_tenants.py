@@ -18,6 +18,7 @@ ADMIN = {
     "/wake_up",
     "/is_sleeping",
     "/reset_prefix_cache",
+    "/restart_engines",
     "/api/pull",
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",

@@ -63,7 +63,7 @@ def test_a_client_that_vanishes_before_the_first_token_is_not_waited_for(recitin
 
 
 def test_the_head_of_a_stream_has_an_end(reciting):
-    async def frames():
+    async def frames(engine):
         yield b"never sent"
         await asyncio.Event().wait()
 
