@@ -81,12 +81,13 @@ def test_the_past_is_shown_when_one_goes_back(page: Page, served: Served) -> Non
     with load(served):
         expect(page.locator("#queues .request")).to_have_count(3)
         expect(page.locator("#figures dd").first).to_have_text(re.compile(r"\d{3}"))  # after a second or so
+        page.wait_for_timeout(3000)  # a past to go back to
     served.wait_until_idle()
     expect(queues).to_contain_text("No request is running.")
     page.locator("#scrub").focus()
     for _ in range(200):
         page.keyboard.press("ArrowLeft")
-        page.evaluate("new Promise(requestAnimationFrame)")
+        page.wait_for_timeout(30)
         if page.locator("#queues .request").count() == 3:
             break
     expect(page.locator("#queues .request")).to_have_count(3)
