@@ -87,7 +87,8 @@ def test_the_past_is_shown_when_one_goes_back(page: Page, served: Served) -> Non
     page.locator("#scrub").focus()
     for _ in range(200):
         page.keyboard.press("ArrowLeft")
-        page.wait_for_timeout(30)
+        for _ in range(6):  # the parts of the page are drawn in turn, one in a frame
+            page.evaluate("new Promise(requestAnimationFrame)")
         if page.locator("#queues .request").count() == 3:
             break
     expect(page.locator("#queues .request")).to_have_count(3)
