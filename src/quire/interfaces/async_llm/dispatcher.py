@@ -13,7 +13,7 @@ from quire.common.errors import InvalidParamsError, RequestError
 from quire.common.log import logger
 from quire.common.outputs import EngineStats
 from quire.common.params import PoolingParams
-from quire.engine.process.messages import AddAny, PrefixReport, ProtocolError, Ready, ShareHashes
+from quire.engine.process.messages import Abort, AddAny, PrefixReport, ProtocolError, Ready, ShareHashes
 from quire.engine.requests.input_processor import CheckedRequest, InputProcessor
 from quire.engine.routing.router import Router
 from quire.interfaces.async_llm.engine_message import AnyParams, engine_message
@@ -118,9 +118,11 @@ class Dispatcher:
     def _take_back(self, requests: Sequence[RequestState]) -> None:
         """These requests were not sent."""
         for request in requests:
-            if request.table is not None:
-                request.table.release(request)
+            if (table := request.table) is not None:
+                table.release(request)
                 request.table = None
+                if len(self.tables) > 1 and table.is_running:  # an earlier engine may have received it
+                    table.engine.send(Abort([request.message.request_id]))
 
     def _hashes(self, checked: CheckedRequest, message: AddAny) -> Sequence[BlockHash]:
         """The hashes of the prompt's full blocks; none where there is nothing to choose."""
