@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -37,5 +37,5 @@ def shifted(message: _Message, seconds: float) -> _Message:
 
 
 def _metrics(metrics: RequestMetrics, seconds: float) -> RequestMetrics:
-    times = {name: None if (at := getattr(metrics, name)) is None else at + seconds for name in _TIMES}
+    times: dict[str, Any] = {name: None if (at := getattr(metrics, name)) is None else at + seconds for name in _TIMES}
     return dataclasses.replace(metrics, **times)
