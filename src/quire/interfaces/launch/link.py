@@ -1,4 +1,4 @@
-"""EngineLink: an engine that was started somewhere, and the bytes to and from it; and one in a process of this machine."""
+"""EngineLink: an engine that was started somewhere, and the bytes to and from it; here in a process of this machine."""
 
 from __future__ import annotations
 

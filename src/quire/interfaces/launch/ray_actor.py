@@ -120,8 +120,7 @@ class RayLink:
                     self.reader.feed_data(data)
                     await self._may_read.wait()
         finally:
-            self.reader.feed_eof()
-            self._stop_writing()
+            self.close()
 
     async def _write_all(self) -> None:
         from ray.exceptions import RayError
@@ -136,11 +135,6 @@ class RayLink:
                     self._has_unsent.clear()
                 if len(self._unsent) < READ_AHEAD_BYTES:
                     self._has_room.set()
-
-    def _stop_writing(self) -> None:
-        self._writing.cancel()
-        self._unsent.clear()
-        self._has_room.set()
 
     def write(self, data: bytes) -> None:
         """Queue bytes to be sent. They are dropped if the connection has ended."""
@@ -157,8 +151,11 @@ class RayLink:
 
     def close(self) -> None:
         """End the connection. The engine process ends with `end`, which follows."""
+        self.reader.feed_eof()
         self._reading.cancel()
-        self._stop_writing()
+        self._writing.cancel()
+        self._unsent.clear()
+        self._has_room.set()
 
     def kill(self) -> None:
         """Kill the actor, which ends its process. Nothing is awaited, as its node may no longer answer."""

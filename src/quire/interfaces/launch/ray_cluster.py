@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from quire.interfaces.launch.ray_actor import EngineActor, RayLink, reason
 PLACE_S = 60.0
 """How long an engine waits for a node with free CPUs."""
 _CONNECT_S = 5.0
-_LOCAL = {
+LOCAL = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's switch for listening on the loopback address alone, on any system
     "RAY_AUTH_MODE": "token",
@@ -139,34 +140,28 @@ def _too_few(nodes: Sequence[int], num_engines: int, num_threads: int) -> Config
 
 
 def _connect(address: str | None) -> bool:
-    """Connect this process to the cluster; without an address, start one. Returns whether `_disconnect` must undo it,
-    which it need not if the process was connected before. Raises ConfigError."""
+    """Connect this process to a cluster, unless it is connected. Returns whether `_disconnect` must undo it, which it
+    need not if others had connected it. Raises ConfigError."""
     global _num_users
-    address = address or os.environ.get("RAY_ADDRESS") or "local"
-    if "://" in address:
-        raise ConfigError(
-            f"ray_address={address!r}: connections through a Ray client are not supported; start this program on a "
-            "node of the cluster, and give HOST:PORT or auto"
-        )
+    with _lock:
+        if _num_users == 0:
+            if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+                return False
+            _init(address or os.environ.get("RAY_ADDRESS") or "local")
+        _num_users += 1
+        return True
+
+
+def _init(address: str) -> None:
+    """Raises ConfigError if Ray is not installed, and if there is no cluster at the address."""
     if address == "local":
-        for name, value in {**_LOCAL, "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
-            os.environ.setdefault(name, value)
+        _set_up_for_this_machine()
     elif address != "auto":
         _check_answers(address)
     try:
         import ray
     except ImportError as error:
         raise ConfigError(f"{MISSING} ({error})") from error
-    with _lock:
-        if ray.is_initialized() and _num_users == 0:
-            return False
-        if _num_users == 0:
-            _init(ray, address)
-        _num_users += 1
-        return True
-
-
-def _init(ray: Any, address: str) -> None:
     try:
         ray.init(address, include_dashboard=False if address == "local" else None, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises plain exceptions too
@@ -175,14 +170,30 @@ def _init(ray: Any, address: str) -> None:
     if address == "local" and not host.startswith("127."):
         ray.shutdown()
         raise ConfigError(
-            f"a Ray cluster of this machine would listen on {host}, because `ray` was imported before Quire: import "
-            "quire first, or give ray_address"
+            f"a Ray cluster of this machine would listen on {host}: unset RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER, or give "
+            "ray_address"
         )
     logger.info("connected to a Ray cluster of %d nodes at %s", len(ray.nodes()), ray.get_runtime_context().gcs_address)
 
 
+def _set_up_for_this_machine() -> None:
+    """Set what Ray reads when it is imported. Raises ConfigError if it has been imported without."""
+    if "ray" in sys.modules and not LOCAL.keys() <= os.environ.keys():
+        raise ConfigError(
+            "ray was imported before Quire could set it up for this machine alone: import it later, connect with "
+            "ray.init() yourself, or give ray_address"
+        )
+    for name, value in {**LOCAL, "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
+        os.environ.setdefault(name, value)
+
+
 def _check_answers(address: str) -> None:
     """Raise ConfigError unless something listens at the address: Ray itself would try for minutes."""
+    if "://" in address:
+        raise ConfigError(
+            f"ray_address={address!r}: connections through a Ray client are not supported; start this program on a "
+            "node of the cluster, and give HOST:PORT or auto"
+        )
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal():
         raise ConfigError(f"ray_address={address!r}: must be HOST:PORT, or auto for the cluster of this machine")
