@@ -15,7 +15,7 @@ from tests.async_llm import door
 
 # Ray reads its settings when it is imported.
 os.environ.update({**LOCAL, "RAY_AUTH_TOKEN": secrets.token_hex(32), "QUIRE_CLUSTER_TEST": secrets.token_hex(8)})
-os.environ.update(dict.fromkeys(("RAY_raylet_start_wait_time_s", "RAY_worker_register_timeout_seconds"), "180"))
+os.environ.update(RAY_worker_register_timeout_seconds="180", RAY_agent_register_timeout_ms="180000")
 pytest.importorskip("ray", reason="Ray is not installed: make cluster")
 WAIT_S = 120
 
@@ -54,6 +54,23 @@ def processes() -> dict[int, str]:
     return found
 
 
+def start(make: Callable[[], Any]) -> Any:
+    """Start the nodes. Ray gives a node 30 seconds, which a busy machine may need more than once."""
+    for attempt in range(3):
+        nodes = make()
+        try:
+            nodes.add_node(num_cpus=0, include_dashboard=False)
+            for _ in range(2):
+                nodes.add_node(num_cpus=1)
+            return nodes
+        except Exception:
+            nodes.shutdown()
+            for pid in processes():
+                os.kill(pid, signal.SIGKILL)
+            if attempt == 2:
+                raise
+
+
 @pytest.fixture(scope="session", autouse=True)
 def settings() -> Iterator[None]:
     """More time than without Ray; and nothing may be left of a cluster."""
@@ -73,10 +90,8 @@ def cluster(settings: None) -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    nodes = start(Cluster)
     try:
-        for _ in range(2):
-            nodes.add_node(num_cpus=1)
         yield nodes
     finally:
         ray.shutdown()
