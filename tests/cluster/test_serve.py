@@ -46,6 +46,11 @@ def expected() -> str:
     return LLM(num_threads=1, num_gpu_blocks_override=64).generate(PROMPT, params)[0].outputs[0].text
 
 
+def engines() -> list[int]:
+    """The processes of engines, by id."""
+    return [pid for pid, command in processes().items() if "engine_process" in command]
+
+
 def completion(client: openai.OpenAI) -> str:
     more: dict[str, Any] = {"ignore_eos": True}
     answer = client.completions.create(model="quire-tiny", prompt=PROMPT, max_tokens=60, temperature=0, extra_body=more)
@@ -82,10 +87,10 @@ def test_replicas_follow_the_number_of_requests(client: openai.OpenAI) -> None:
 
 
 def test_an_engine_that_dies_in_a_replica_is_replaced(client: openai.OpenAI, expected: str) -> None:
-    (engine,) = [pid for pid, command in processes().items() if "engine_process" in command]
+    (engine,) = engines()
     replica = parent_of(engine)
     os.kill(engine, signal.SIGKILL)
-    until(lambda: [pid for pid, command in processes().items() if "engine_process" in command] not in ([], [engine]), "")
+    until(lambda: engines() not in ([], [engine]), "no engine starts")
     assert completion(client) == expected
     assert replica in processes(), "the replica is healthy again before Ray Serve replaces it"
 
@@ -105,7 +110,7 @@ def test_a_replica_that_ends_finishes_its_streams(client: openai.OpenAI, expecte
     deleting.join()
     assert "".join(texts).startswith(expected)
     assert chunks[-1].choices[0].finish_reason == "length"
-    until(lambda: not [command for command in processes().values() if "engine_process" in command], "an engine is left")
+    until(lambda: not engines(), "an engine is left")
 
 
 def test_bad_arguments_are_refused_before_anything_is_deployed() -> None:

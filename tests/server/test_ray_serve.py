@@ -97,7 +97,9 @@ async def status_of(app: Any, path: str) -> int:
 
     headers = [(b"host", b"localhost")]
     scope = {"type": "http", "method": "GET", "path": path, "headers": headers, "query_string": b"", "client": None}
-    await app({**scope, "raw_path": path.encode(), "scheme": "http", "server": None, "http_version": "1.1"}, receive, send)
+    await app(
+        {**scope, "raw_path": path.encode(), "scheme": "http", "server": None, "http_version": "1.1"}, receive, send
+    )
     return int(sent[0]["status"])
 
 
