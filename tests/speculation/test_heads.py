@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,15 +137,19 @@ def test_recorded_passes_of_a_head_draft_the_same_bits(
     format_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As passes whose kernels are called one at a time."""
+
+    def counted(run: Callable[[Any], Any], calls: list[int], sequences: Any) -> Any:
+        calls.append(len(sequences))
+        return run(sequences)
+
     make_head, write_head = FORMATS[format_name]
     head, found = write_head(tmp_path, make_head()), list[Any]()
     for can_record in (False, True):
         llm, recorded = make(head), list[int]()
         passes = llm.engine.executor._drafts  # type: ignore[attr-defined]
         for each in (passes._of_model, passes._of_itself):
-            replayed = each._graphs.last_logits
             monkeypatch.setattr(each, "_can_record", can_record)
-            monkeypatch.setattr(each._graphs, "last_logits", lambda s, f=replayed: recorded.append(len(s)) or f(s))
+            monkeypatch.setattr(each._graphs, "last_logits", partial(counted, each._graphs.last_logits, recorded))
         found.append([drafted(llm, numbers(seed, 20)) for seed in (1, 2)])
         assert len(recorded) > 20 if can_record else not recorded
     assert found[0] == found[1]

@@ -51,12 +51,13 @@ class Reading:
         """Draft a token. Returns whether another one is wanted."""
         self.token_ids.append(token_id)
         self.odds.append(odds)
-        self.probability *= odds
+        self.probability *= min(1.0, odds * self.ahead.factor)
         drawn, end = self.sequence.drawn, self.sequence.end
         assert drawn is not None
         history = None if drawn.history is None else _longer(drawn.history, token_id)
         self.sequence = replace(self.sequence, token_ids=(token_id,), start=end, drawn=replace(drawn, history=history))
-        return len(self.token_ids) < self.ahead.num_drafts and self.probability >= self.ahead.least_odds
+        count, least = len(self.token_ids), self.ahead.least_odds
+        return count < self.ahead.num_drafts and (count >= len(least) or self.probability >= least[count])
 
 
 class Passes:
@@ -128,9 +129,11 @@ class DraftRunner:
         for place, (s, count, end, row) in enumerate(zip(sequences, counts, accumulate(counts), rows, strict=False)):
             has_failed = result.errors and not result.errors.keys().isdisjoint(range(end - count, end))
             if s.ahead is not None and s.end + s.ahead.num_drafts <= self._max_len and not has_failed:
-                to_read = self._to_read(s, s.ahead, result.token_ids[end - count : end])
+                drawn_ids = result.token_ids[end - count : end]
+                ahead = with_room_of_rejected(s, s.ahead, drawn_ids)
+                to_read = self._to_read(s, ahead, drawn_ids)
                 if to_read.token_ids:
-                    readings.append(Reading(place, to_read, s.ahead, row))
+                    readings.append(Reading(place, to_read, ahead, row))
         return readings
 
     def _to_read(self, s: ScheduledSequence, ahead: Ahead, drawn_ids: tuple[int, ...]) -> ScheduledSequence:
@@ -163,6 +166,14 @@ class DraftRunner:
     def _logits(self, readings: Sequence[Reading]) -> Tensor | None:
         """[num_drawn, vocab] float32: of the last row of each sequence that draws; None if none does."""
         return self._passes.logits([reading.sequence for reading in readings])
+
+
+def with_room_of_rejected(s: ScheduledSequence, ahead: Ahead, drawn_ids: tuple[int, ...]) -> Ahead:
+    """The same, now that it is known how many drafts of the step are rejected."""
+    if s.drawn is None or not ahead.num_more:
+        return ahead
+    num_rejected = s.num_drafts - len(accepted_drafts(s, drawn_ids))
+    return replace(ahead, num_drafts=ahead.num_drafts + min(ahead.num_more, num_rejected))
 
 
 def accepted_tokens(s: ScheduledSequence, drawn_ids: tuple[int, ...]) -> tuple[tuple[int, ...], TokenIds | None]:
