@@ -77,7 +77,7 @@ def test_what_was_learned_of_one_request_is_expected_of_the_next_and_forgotten_i
         group = request()
         propose(drafting, group)
         if group.seqs[0].drafting.odds:
-            drafting.observe(group.seqs[0], 8, 0)
+            drafting.observe(group, group.seqs[0], 8, 0)
     assert propose(drafting, request()) == [()]
     for _ in range(4000):
         (token_ids,) = propose(drafting, request())
@@ -92,12 +92,12 @@ def test_wrong_drafts_make_a_sequence_pause_longer_and_a_right_one_ends_that() -
     pauses = []
     for _ in range(7):
         propose(drafting, group)
-        drafting.observe(group.seqs[0], 1, 0)
+        drafting.observe(group, group.seqs[0], 1, 0)
         pauses.append(group.seqs[0].drafting.pause)
         group.seqs[0].drafting.pause = 0
     assert pauses == [0, 1, 3, 7, 15, 16, 16]
-    drafting.observe(group.seqs[0], 1, 1)
-    drafting.observe(group.seqs[0], 1, 0)
+    drafting.observe(group, group.seqs[0], 1, 1)
+    drafting.observe(group, group.seqs[0], 1, 0)
     assert group.seqs[0].drafting.pause == 0
 
 
@@ -114,7 +114,7 @@ def test_without_adaptation_every_draft_is_verified_in_every_step() -> None:
     drafting, groups = drafting_of(drafter, is_adaptive=False, num_speculative_tokens=2), [request(), request()]
     for _ in range(20):
         assert propose(drafting, *groups) == [(1, 2), (1, 2)]
-        drafting.observe(groups[0].seqs[0], 2, 0)
+        drafting.observe(groups[0], groups[0].seqs[0], 2, 0)
     assert propose(drafting, *groups, most=3) == [(1, 2), (1,)]
 
 
@@ -219,7 +219,7 @@ def test_drafts_are_accepted_where_nothing_learns_of_them() -> None:
 
 
 def test_of_a_sequence_without_drafts_nothing_is_learned() -> None:
-    drafting = drafting_of(Scripted("a", NO_DRAFT))
-    drafting.observe(request().seqs[0], 2, 1)
+    drafting, group = drafting_of(Scripted("a", NO_DRAFT)), request()
+    drafting.observe(group, group.seqs[0], 2, 1)
     assert drafting.stats["a"].num_drafts == 0
     assert not drafting.num_errors
