@@ -52,6 +52,8 @@ class Record:
     first_token_s: list[float] = field(default_factory=list)
     per_token_s: list[float] = field(default_factory=list)
     total_s: list[float] = field(default_factory=list)
+    between_s: list[float] = field(default_factory=list)
+    """As `per_token_s`, for each of `first_token_s`; 0 where there is only one token."""
     tenants: defaultdict[str, TenantFigures] = field(default_factory=lambda: defaultdict(TenantFigures))
     moments: list[Moment] = field(default_factory=list)
     steps_per_moment: int = 1
@@ -77,9 +79,10 @@ class Record:
         first_token_s = metrics.first_token_time - metrics.arrival_time
         self.first_token_s.append(first_token_s)
         self.total_s.append(metrics.finished_time - metrics.arrival_time)
+        decode_s = metrics.finished_time - metrics.first_token_time
+        self.between_s.append(decode_s / max(1, request.output_len - 1))
         if request.output_len > 1:
-            decode_s = metrics.finished_time - metrics.first_token_time
-            self.per_token_s.append(decode_s / (request.output_len - 1))
+            self.per_token_s.append(self.between_s[-1])
         tenant = self.tenants[request.tenant]
         tenant.num_requests += 1
         num_output_tokens = sum([seq.num_output_tokens for seq in group.seqs])

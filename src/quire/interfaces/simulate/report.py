@@ -78,7 +78,7 @@ def share(part: float, whole: float) -> float:
     return round(part / whole, 4) if whole else 0.0
 
 
-def percentiles(values: Sequence[float], percents: Sequence[int] = _PERCENTILES) -> dict[str, float]:
+def percentiles(values: Sequence[float], percents: Sequence[int] = _PERCENTILES, digits: int = 4) -> dict[str, float]:
     """Return percentiles by the nearest-rank method; an empty dict if there are no values."""
     ordered = sorted(values)
-    return {f"p{p}": round(ordered[-(-len(ordered) * p // 100) - 1], 4) for p in percents if ordered}
+    return {f"p{p}": round(ordered[-(-len(ordered) * p // 100) - 1], digits) for p in percents if ordered}
