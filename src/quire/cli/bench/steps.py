@@ -19,24 +19,31 @@ if TYPE_CHECKING:
 
 _REPETITIONS = 3
 _NUM_DECODES = 8
+_NUM_PROMPTS = 4
+"""Prompts that together have the tokens of one: the same work, except in attention."""
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for a prompt of each length, and for each number of sequences at each length of context. Times are
+    """Yield a row for a prompt of each length, for several prompts of as many tokens, and for each number of sequences at each length of context. Times are
     those of whole steps of the engine, the median of several, after one that warms up."""
     degree = getattr(options, "tensor_parallel_size", None) or 1
     llm = load_for_bench(options)
     engine, scheduler = llm.engine, llm.engine.plan.config.scheduler
     config = llm.engine.model_config
     most = min(scheduler.max_num_batched_tokens, config.max_model_len - 1)
-    prompts = [("prefill", 1, length, 0) for length in options.prompt_lens if length <= most]
+    prompts = [
+        ("prefill", num_seqs, length, 0)
+        for length in options.prompt_lens
+        for num_seqs in (1, _NUM_PROMPTS)
+        if length <= most and not length % num_seqs and num_seqs <= scheduler.max_num_seqs
+    ]
     decodes = [("decode", seqs, seqs, c) for c in options.context for seqs in options.num_seqs]
     decodes = [row for row in decodes if row[1] <= scheduler.max_num_seqs and row[3] + _NUM_DECODES + 2 <= most]
     if not prompts or not decodes:
         raise RequestError(f"no step fits: a step has at most {most} tokens of a prompt, {scheduler.max_num_seqs} sequences")
     for kind, num_seqs, num_tokens, context in tracked([*prompts, *decodes], "steps"):
         if kind == "prefill":
-            times = [_step_times(engine, 1, num_tokens, 1)[0] for _ in range(1 + _REPETITIONS)][1:]
+            times = [_step_times(engine, num_seqs, num_tokens // num_seqs, 1)[0] for _ in range(1 + _REPETITIONS)][1:]
         else:
             times = _step_times(engine, num_seqs, context, 2 + _NUM_DECODES)[-_NUM_DECODES:]
         yield {

@@ -24,7 +24,7 @@ class StepRow(msgspec.Struct, frozen=True):
     kind: Literal["prefill", "decode"]
     num_seqs: Number
     num_tokens: Number
-    """Tokens computed in the step: of one prompt, or one for each sequence."""
+    """Tokens computed in the step: of equal prompts, or one for each sequence."""
     context: Annotated[int, Meta(ge=0, le=10_000_000)]
     """Tokens of each sequence that were computed before."""
     step_ms: Annotated[float, Meta(gt=0, le=1e9)]
@@ -105,13 +105,11 @@ def fit(rows: Sequence[StepRow], speedup: float = 1.0) -> CostCurve:
     seconds = np.array([row.step_ms / 1e3 for row in rows])
     for place, row in enumerate(rows):
         features[place, nodes.index(row.num_tokens)] = 1
-        is_prompt = row.kind == "prefill"
-        pairs = row.num_tokens * (row.context + row.num_tokens / 2) if is_prompt and row.num_tokens > 1 else 0.0
+        pairs = row.num_tokens * (row.context + row.num_tokens / row.num_seqs / 2) if row.kind == "prefill" else 0.0
         features[place, -3:] = row.num_seqs, row.context * row.num_seqs, pairs
     solved = _non_negative(features / seconds[:, None], np.ones(len(rows)))
-    curve = np.maximum.accumulate(solved[:-3])  # more tokens never take less time
     draw_s, context_s, pair_s = solved[-3:].tolist()
-    return CostCurve(tuple(nodes), tuple(curve.tolist()), draw_s, context_s, pair_s, speedup)
+    return CostCurve(tuple(nodes), tuple(solved[:-3].tolist()), draw_s, context_s, pair_s, speedup)
 
 
 def _non_negative(features: np.ndarray, wanted: np.ndarray) -> np.ndarray:
