@@ -9,7 +9,7 @@ from statistics import median
 from quire.engine.routing.prefix_index import PrefixIndex
 from quire.kv.prefix_cache.content_hash import BlockHash
 
-TOLERANCE = 0.1
+TOLERANCE = 0.25
 """Engines whose expected times differ by less than this share are taken to be equally fast."""
 SLACK_TOKENS = 16
 """Differences of fewer tokens do not matter either, since a step has costs that do not depend on their number."""
