@@ -23,7 +23,23 @@ _PROMPT_LEN, _OUTPUT_LEN = 40, 24
 _LOADS = ((40, 1.8), (60, 6.0))
 """(requests, arrivals per second): what the engines keep up with, and more than they can serve at once"""
 _LIMITS: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "num_threads": 1}
-_BENCH = ("--prompt-lens", "8", "16", "32", "64", "128", "256", "--num-seqs", "1", "2", "4", "8", "16", "--context", "48")
+_BENCH = (
+    "--prompt-lens",
+    "8",
+    "16",
+    "32",
+    "64",
+    "128",
+    "256",
+    "--num-seqs",
+    "1",
+    "2",
+    "4",
+    "8",
+    "16",
+    "--context",
+    "48",
+)
 
 
 def fleet(run: Run) -> Iterator[Row]:

@@ -25,6 +25,8 @@ class Answer:
     seconds: float = 0.0
     gap_s: float = 0.0
     """The longest time between two events of a stream."""
+    gap_end_s: float = 0.0
+    """When it ended, by time.monotonic()."""
 
     def is_part_of(self, whole: Answer) -> bool:
         """Return whether `whole` begins with this response, or equals it if this response has no error."""
@@ -68,7 +70,9 @@ def _read_events(response: http.client.HTTPResponse, answer: Answer) -> None:
     for line in response:
         if line.startswith(b"data: "):
             now_s = time.monotonic()
-            answer.gap_s, last_s = max(answer.gap_s, 0.0 if last_s is None else now_s - last_s), now_s
+            if last_s is not None and now_s - last_s > answer.gap_s:
+                answer.gap_s, answer.gap_end_s = now_s - last_s, now_s
+            last_s = now_s
             is_done = line.strip() == b"data: [DONE]"
             if not is_done:
                 answer.add(json.loads(line[6:]))

@@ -57,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(fleet, "--max-engines", int, "N", "add engines by the number of unfinished requests, up to N")
     _add(fleet, "--target-requests", float, "R", "unfinished requests for each engine that --max-engines aims at", 16.0)
     _add(fleet, "--start-s", float, "S", "seconds until another engine is ready", 10.0)
-    _add(fleet, "--deaths", str, "T:N,...", "seconds at which the engines of these numbers die, for example 10:0,25.5:3")
+    _add(
+        fleet, "--deaths", str, "T:N,...", "seconds at which the engines of these numbers die, for example 10:0,25.5:3"
+    )
     _add(fleet, "--death-rate", float, "R", "random deaths for each engine and hour", 0.0)
     _add(fleet, "--costs", Path, "FILE", "rows of `quire bench steps`, for the time of a step (default: made-up costs)")
     _add(fleet, "--tensor-parallel-size", int, "T", "degree of each engine; --costs has rows of it", 1)
@@ -95,9 +97,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run_fleet(
-    options: argparse.Namespace, trace: Iterator[TraceRequest], make_engine: Callable[[], Simulator]
-) -> int:
+def _run_fleet(options: argparse.Namespace, trace: Iterator[TraceRequest], make_engine: Callable[[], Simulator]) -> int:
     from quire.interfaces.simulate.fleet.events import Deaths, Scaling, parse_deaths
     from quire.interfaces.simulate.fleet.plot import save_fleet_plot
     from quire.interfaces.simulate.fleet.report import fleet_report
@@ -169,7 +169,9 @@ def _engines(options: argparse.Namespace) -> Callable[[], Simulator]:
     if options.costs is not None:
         cost = read_costs(options.costs, options.tensor_parallel_size, options.parallel_efficiency)
     elif options.tensor_parallel_size != 1 or options.parallel_efficiency is not None:
-        raise ConfigError("--tensor-parallel-size and --parallel-efficiency need --costs: write it with quire bench steps")
+        raise ConfigError(
+            "--tensor-parallel-size and --parallel-efficiency need --costs: write it with quire bench steps"
+        )
     return partial(Simulator, cache, limits, enable_prefix_caching=not options.no_prefix_caching, cost=cost, **drafts)
 
 

@@ -24,8 +24,8 @@ _NUM_PROMPTS = 4
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for a prompt of each length, for several prompts of as many tokens, and for each number of sequences at each length of context. Times are
-    those of whole steps of the engine, the median of several, after one that warms up."""
+    """Yield a row for a prompt of each length, for several prompts of as many tokens, and for each number of sequences
+    at each length of context. Times are those of whole steps of the engine: the median of several, after a warm-up."""
     degree = getattr(options, "tensor_parallel_size", None) or 1
     llm = load_for_bench(options)
     engine, scheduler = llm.engine, llm.engine.plan.config.scheduler
@@ -40,7 +40,9 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     decodes = [("decode", seqs, seqs, c) for c in options.context for seqs in options.num_seqs]
     decodes = [row for row in decodes if row[1] <= scheduler.max_num_seqs and row[3] + _NUM_DECODES + 2 <= most]
     if not prompts or not decodes:
-        raise RequestError(f"no step fits: a step has at most {most} tokens of a prompt, {scheduler.max_num_seqs} sequences")
+        raise RequestError(
+            f"no step fits: a step has at most {most} tokens of a prompt, {scheduler.max_num_seqs} sequences"
+        )
     for kind, num_seqs, num_tokens, context in tracked([*prompts, *decodes], "steps"):
         if kind == "prefill":
             times = [_step_times(engine, num_seqs, num_tokens // num_seqs, 1)[0] for _ in range(1 + _REPETITIONS)][1:]

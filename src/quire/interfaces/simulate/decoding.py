@@ -44,7 +44,7 @@ class DecodeSteps:
             if not blocks.has_room(seq.seq_id, end):
                 growing.append((seq.seq_id, end))
             decodes.append((group, seq))
-        if not all([blocks.can_append(seq_id, end - 1, end, len(growing)) for seq_id, end in growing]):
+        if not all(blocks.can_append(seq_id, end - 1, end, len(growing)) for seq_id, end in growing):
             return None  # something has to be preempted, perhaps
         self._scheduler.num_steps += 1
         blocks.advance()

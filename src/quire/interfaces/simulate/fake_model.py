@@ -28,7 +28,7 @@ class StepCost(Protocol):
         """Return the seconds that the batch takes."""
 
     def decode_seconds(self, num_seqs: int, context: int) -> float:
-        """Return the seconds of a step in which this number of sequences get a token, behind `context` tokens in all."""
+        """Return the seconds of a step in which `num_seqs` sequences get a token, behind `context` tokens in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class CostModel:
         return self._seconds(batch.num_tokens, context) + self.swapped_block_s * swapped
 
     def decode_seconds(self, num_seqs: int, context: int) -> float:
-        """Return the seconds of a step in which this number of sequences get a token, behind `context` tokens in all."""
+        """Return the seconds of a step in which `num_seqs` sequences get a token, behind `context` tokens in all."""
         return self._seconds(num_seqs, context + num_seqs)
 
     def _seconds(self, num_tokens: int, context: int) -> float:
@@ -98,7 +98,9 @@ class FakeModel:
         """Return, for each row that draws, the hash of the sequence's tokens up to it. The one before the drafts is
         kept, since they may be wrong."""
         length, known = self._states.get(scheduled.seq_id, (-1, None))
-        state = known if known is not None and length == scheduled.start else self._state(scheduled.seq_id, scheduled.start)
+        state = (
+            known if known is not None and length == scheduled.start else self._state(scheduled.seq_id, scheduled.start)
+        )
         token_ids, num_drafts = scheduled.token_ids, scheduled.num_drafts
         num_certain = len(token_ids) - num_drafts
         state.update(array("q", token_ids[:num_certain] if num_drafts else token_ids).tobytes())

@@ -60,7 +60,7 @@ class CostCurve:
         return self._seconds(num_tokens, num_draws, context, pairs) + self.swapped_block_s * swapped
 
     def decode_seconds(self, num_seqs: int, context: int) -> float:
-        """Return the seconds of a step in which this number of sequences get a token, behind `context` tokens in all."""
+        """Return the seconds of a step in which `num_seqs` sequences get a token, behind `context` tokens in all."""
         return self._seconds(num_seqs, num_seqs, context, 0.0)
 
     def _seconds(self, num_tokens: int, num_draws: int, context: int, pairs: float) -> float:

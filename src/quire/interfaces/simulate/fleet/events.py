@@ -48,7 +48,7 @@ class Scaling:
     def __post_init__(self) -> None:
         if not 1 <= self.min_engines <= self.max_engines <= MAX_ENGINES:
             raise ConfigError(
-                f"from {self.min_engines} to {self.max_engines} engines: the numbers must ascend from 1 to {MAX_ENGINES}"
+                f"from {self.min_engines} to {self.max_engines} engines: numbers must ascend from 1 to {MAX_ENGINES}"
             )
         if not 0 < self.target < math.inf:
             raise ConfigError(f"{self.target:g} requests for each engine: must be more than 0")

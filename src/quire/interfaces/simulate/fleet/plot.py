@@ -30,7 +30,9 @@ def save_curve(points: Sequence[FleetPoint], slo: Slo, path: Path) -> None:
     degree."""
     with saved_figure(path, 7) as figure:
         first, between, within = panels = figure.subplots(3, 1, sharex=True)
-        for degree, color in zip(sorted({point.degree for point in points}), (BLUE, ORANGE, RED, GREY) * 8, strict=False):
+        for degree, color in zip(
+            sorted({point.degree for point in points}), (BLUE, ORANGE, RED, GREY) * 8, strict=False
+        ):
             curve = [point for point in points if point.degree == degree]
             engines = [point.engines for point in curve]
             first.plot(engines, [point.ttft_s for point in curve], "o-", color=color, label=f"degree {degree}")

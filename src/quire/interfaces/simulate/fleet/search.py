@@ -34,7 +34,9 @@ class Slo:
         for part in text.split(","):
             match = re.fullmatch(r"\s*(ttft|itl)=([0-9]+\.?[0-9]*|\.[0-9]+)(s|ms|us)\s*", part)
             if match is None or match[1] in found or not float(match[2]):
-                raise ConfigError(f"--slo {text!r}: give ttft, itl or both, once, with a unit, for example ttft=1s,itl=80ms")
+                raise ConfigError(
+                    f"--slo {text!r}: give ttft, itl or both, once, with a unit, for example ttft=1s,itl=80ms"
+                )
             found[match[1]] = float(match[2]) * _UNITS_S[match[3]]
         if not 1 <= percentile <= 100:
             raise ConfigError(f"--percentile {percentile}: must be from 1 to 100")
