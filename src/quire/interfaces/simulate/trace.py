@@ -74,7 +74,8 @@ def _tokens(name: str, num_tokens: int) -> list[int]:
     made of 53 bits, 27 and 26 of two words."""
     words = np.frombuffer(random.Random(name).randbytes(8 * num_tokens), "<u4")
     chances = ((words[::2] >> 5) * 67108864.0 + (words[1::2] >> 6)) / 9007199254740992.0
-    return (chances * float(VOCAB_SIZE)).astype(np.int64).tolist()
+    tokens: list[int] = (chances * float(VOCAB_SIZE)).astype(np.int64).tolist()
+    return tokens
 
 
 def read_trace(path: Path) -> Iterator[TraceRequest]:

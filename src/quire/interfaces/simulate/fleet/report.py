@@ -15,7 +15,7 @@ def fleet_report(fleet: FleetSimulator) -> dict[str, Any]:
     """
     record, engines = fleet.record, [*fleet.gone, *fleet.engines.values()]
     stats = [engine.simulator.blocks.stats for engine in engines]
-    work = [engine.num_tokens for engine in fleet.engines.values() if engine.ready_s == 0]
+    work: list[int] = [engine.num_tokens for engine in fleet.engines.values() if engine.ready_s == 0]
     return {
         "requests": len(record.total_s),
         "ignored": record.num_ignored,
