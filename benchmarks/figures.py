@@ -19,6 +19,7 @@ from benchmarks.embeddings import embeddings
 from benchmarks.engines.interleaved import TINY, Row, Run, case, interleaved, speeds
 from benchmarks.engines.peers import PRECISIONS, ROOT, Quire, Transformers, Vllm, num_threads
 from benchmarks.engines.session import Session
+from benchmarks.fleet import fleet
 from benchmarks.speculation import beside_others, twin
 from quire.cli.bench.limits import Limits, WeightCosts
 
@@ -241,6 +242,7 @@ FIGURES: dict[str, Callable[[Run], Iterator[Row]]] = {
     "fallback": comparisons.fallback,
     "embeddings": embeddings,
     "beside": beside,
+    "fleet": fleet,
     "ready": ready,
     "parts": parts,
     "rest": rest,

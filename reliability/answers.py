@@ -23,6 +23,10 @@ class Answer:
     message: str = ""
     """The server's message for the error."""
     seconds: float = 0.0
+    gap_s: float = 0.0
+    """The longest time between two events of a stream."""
+    gap_end_s: float = 0.0
+    """When it ended, by time.monotonic()."""
 
     def is_part_of(self, whole: Answer) -> bool:
         """Return whether `whole` begins with this response, or equals it if this response has no error."""
@@ -62,9 +66,13 @@ def ask(port: int, body: dict[str, Any]) -> Answer:
 
 
 def _read_events(response: http.client.HTTPResponse, answer: Answer) -> None:
-    is_done = False
+    is_done, last_s = False, None
     for line in response:
         if line.startswith(b"data: "):
+            now_s = time.monotonic()
+            if last_s is not None and now_s - last_s > answer.gap_s:
+                answer.gap_s, answer.gap_end_s = now_s - last_s, now_s
+            last_s = now_s
             is_done = line.strip() == b"data: [DONE]"
             if not is_done:
                 answer.add(json.loads(line[6:]))

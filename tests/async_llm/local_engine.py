@@ -79,15 +79,21 @@ def _received(frame: bytes, kind: Any) -> Any:
     return msgspec.msgpack.decode(read_frame(BytesIO(frame)), type=kind)
 
 
-async def local_llm(engine: LLMEngine, deaths: Iterator[int | None], *, holds: bool = True) -> AsyncLLM:
-    """Over this engine, which is made anew whenever it dies: the first after so many frames, then the next."""
-
-    async def start(args: EngineArgs, hang_timeout_s: float | None) -> Any:
-        return LocalClient(engine, next(deaths, None))
+async def local_llm(
+    engine: LLMEngine, deaths: Iterator[int | None], *others: LLMEngine, holds: bool = True
+) -> AsyncLLM:
+    """Over this engine, which is made anew whenever it dies: the first after so many frames, then the next. The others,
+    if any, stand beside it and live."""
 
     async def no_delay(seconds: float) -> None:
         await asyncio.sleep(0)
 
-    supervisor = Supervisor(EngineArgs(), start=start, sleep=no_delay)
-    ready = await supervisor.start()
-    return AsyncLLM(Started([supervisor], [ready], engine.plan.config, engine.tokenizer), holds=holds)
+    def supervisor(one: LLMEngine, lives: Iterator[int | None]) -> Supervisor:
+        async def start(args: EngineArgs, hang_timeout_s: float | None) -> Any:
+            return LocalClient(one, next(lives, None))
+
+        return Supervisor(EngineArgs(), start=start, sleep=no_delay)
+
+    supervisors = [supervisor(engine, deaths), *(supervisor(other, iter(())) for other in others)]
+    ready = [await each.start() for each in supervisors]
+    return AsyncLLM(Started(supervisors, ready, engine.plan.config, engine.tokenizer), holds=holds)

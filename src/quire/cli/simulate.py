@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     speculation = parser.add_argument_group("speculation")
     _add(speculation, "--acceptance", float, "P", "draft tokens, each right with this probability (default: no drafts)")
     _add(speculation, "--draft-length", int, "N", "largest number of tokens drafted for a sequence", 4)
+    fleet = parser.add_argument_group("fleet")
+    _add(fleet, "--engines", int, "N", "simulate N engines behind the router; with --max-engines, from N engines on")
+    _add(fleet, "--max-engines", int, "N", "add engines by the number of unfinished requests, up to N")
+    _add(fleet, "--target-requests", float, "R", "unfinished requests for each engine that --max-engines aims at", 16.0)
+    _add(fleet, "--start-s", float, "S", "seconds until another engine is ready", 10.0)
+    _add(
+        fleet, "--deaths", str, "T:N,...", "seconds at which the engines of these numbers die, for example 10:0,25.5:3"
+    )
+    _add(fleet, "--death-rate", float, "R", "random deaths for each engine and hour", 0.0)
+    _add(fleet, "--costs", Path, "FILE", "rows of `quire bench steps`, for the time of a step (default: made-up costs)")
+    _add(fleet, "--tensor-parallel-size", int, "T", "degree of each engine; --costs has rows of it", 1)
+    _add(fleet, "--parallel-efficiency", float, "E", "steps take 1 / (T * E) of those of degree 1 instead")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object")
     _add(output, "--plot", Path, "FILE", "plot blocks, queues and hit rate as .png or .svg")
@@ -68,13 +81,42 @@ def run(options: argparse.Namespace) -> int:
     from quire.interfaces.simulate.plot import check_plot_path, save_plot
     from quire.interfaces.simulate.report import report
 
-    trace, simulator = _trace(options), _simulator(options)
+    trace, make_engine = _trace(options), _engines(options)
+    if options.engines is not None:
+        return _run_fleet(options, trace, make_engine)
+    for name in ("max_engines", "deaths"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} is of a fleet: give --engines as well")
+    simulator = make_engine()
     if options.plot is not None:  # before the simulation, which can take minutes
         check_plot_path(options.plot)
     record = simulator.run(trace)
     if options.plot is not None:
         save_plot(record.moments, options.num_blocks, options.plot)
     _print(report(simulator), options.json)
+    return 0
+
+
+def _run_fleet(options: argparse.Namespace, trace: Iterator[TraceRequest], make_engine: Callable[[], Simulator]) -> int:
+    from quire.interfaces.simulate.fleet.events import Deaths, Scaling, parse_deaths
+    from quire.interfaces.simulate.fleet.plot import save_fleet_plot
+    from quire.interfaces.simulate.fleet.report import fleet_report
+    from quire.interfaces.simulate.fleet.simulator import FleetSimulator
+    from quire.interfaces.simulate.plot import check_plot_path
+
+    number, most = options.engines, options.max_engines or options.engines
+    limits = Scaling(number, most, options.target_requests)
+    deaths = Deaths(() if options.deaths is None else parse_deaths(options.deaths), options.death_rate, options.seed)
+    if not 0 <= options.start_s < 1e9:
+        raise ConfigError(f"--start-s {options.start_s:g}: must be from 0 to 1e9")
+    if options.plot is not None:
+        check_plot_path(options.plot)
+    scaling = None if options.max_engines is None else limits
+    fleet = FleetSimulator(make_engine, number, deaths=deaths, scaling=scaling, start_s=options.start_s)
+    fleet.run(trace)
+    if options.plot is not None:
+        save_fleet_plot(fleet.moments, options.plot)
+    _print(fleet_report(fleet), options.json)
     return 0
 
 
@@ -93,7 +135,9 @@ def _trace(options: argparse.Namespace) -> Iterator[TraceRequest]:
     return synthetic_trace(options.seed, given.pop("requests", None), **given)
 
 
-def _simulator(options: argparse.Namespace) -> Simulator:
+def _engines(options: argparse.Namespace) -> Callable[[], Simulator]:
+    """Return what makes an engine with the options' limits."""
+    from quire.interfaces.simulate.fleet.costs import read_costs
     from quire.interfaces.simulate.simulator import Simulator
 
     if options.block_size < 1 or options.num_host_blocks < 0:
@@ -121,7 +165,14 @@ def _simulator(options: argparse.Namespace) -> Simulator:
         ),
     )
     drafts = {"acceptance": options.acceptance, "draft_length": options.draft_length}
-    return Simulator(cache, limits, enable_prefix_caching=not options.no_prefix_caching, **drafts)
+    cost = None
+    if options.costs is not None:
+        cost = read_costs(options.costs, options.tensor_parallel_size, options.parallel_efficiency)
+    elif options.tensor_parallel_size != 1 or options.parallel_efficiency is not None:
+        raise ConfigError(
+            "--tensor-parallel-size and --parallel-efficiency need --costs: write it with quire bench steps"
+        )
+    return partial(Simulator, cache, limits, enable_prefix_caching=not options.no_prefix_caching, cost=cost, **drafts)
 
 
 def _print(figures: Mapping[str, Any], as_json: bool) -> None:

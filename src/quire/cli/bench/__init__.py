@@ -17,6 +17,7 @@ from quire.common.progress import above_bars
 _BENCHMARKS = {
     "throughput": "tokens per second of a batch of prompts that all start together",
     "latency": "time to the first token and between tokens, under load",
+    "steps": "single steps of the engine, from which fleets are simulated",
     "kernels": "every kernel except attention, for each number of rows",
     "attention": "decode and prefill attention, for each context length and number of sequences",
     "scheduler": "bookkeeping of a decode step, for each number of running and waiting requests; without a model",
@@ -33,6 +34,11 @@ _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
     | {
         "concurrency": (4, "requests that run at any time"),
         "request_rate": (0.0, "random arrivals per second, in place of --concurrency; 0: off"),
+    },
+    "steps": {
+        "prompt_lens": ((16, 64, 256, 512, 1024, 2048), "tokens of a prompt"),
+        "num_seqs": ((1, 2, 4, 8, 16, 32), "sequences that decode"),
+        "context": ((64, 512), "tokens in the cache, of each sequence"),
     },
     "kernels": _MACHINE | {"rows": ((1, 4, 8, 36, 128, 1024), "tokens in the batch")},
     "attention": _MACHINE
@@ -57,11 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 metavar="N",
                 help=f"{text} (default: {' '.join(map(str, values))})",
             )
-        if name in ("throughput", "latency"):
+        if name in ("throughput", "latency", "steps"):
             add_engine_arguments(command)
         if "threads" in _OPTIONS[name]:
             command.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-        if name == "throughput":
+        if name in ("throughput", "steps"):
             command.add_argument("--json", action="store_true", help="print only the JSON object")
 
 

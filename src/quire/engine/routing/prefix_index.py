@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from quire.kv.prefix_cache.content_hash import BlockHash
 
@@ -60,12 +60,24 @@ class PrefixIndex:
     def num_blocks(self, hashes: Sequence[BlockHash], engines: Iterable[int]) -> dict[int, int]:
         """By engine, how many blocks of a sequence with these hashes it has, from the first one without a gap."""
         found = dict.fromkeys(engines, 0)
-        having = set(found)
-        for index, block_hash in enumerate(hashes, start=1):
-            holders, expected = self._holders.get(block_hash, 0), self._expected.get(block_hash, ())
-            having = {engine for engine in having if holders >> engine & 1 or engine in expected}
-            if not having:
-                break
-            for engine in having:
+        having = sum([1 << engine for engine in found])
+        for index, block_hash in enumerate(hashes):
+            held = self._holders.get(block_hash, 0)
+            for engine in self._expected.get(block_hash, ()):
+                held |= 1 << engine
+            for engine in _bits(having & ~held):
                 found[engine] = index
+            having &= held
+            if not having:
+                return found
+        for engine in _bits(having):
+            found[engine] = len(hashes)
         return found
+
+
+def _bits(mask: int) -> Iterator[int]:
+    """Yield the places of the bits that are set."""
+    while mask:
+        last = mask & -mask
+        yield last.bit_length() - 1
+        mask ^= last

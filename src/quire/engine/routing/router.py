@@ -9,7 +9,7 @@ from statistics import median
 from quire.engine.routing.prefix_index import PrefixIndex
 from quire.kv.prefix_cache.content_hash import BlockHash
 
-TOLERANCE = 0.1
+TOLERANCE = 0.25
 """Engines whose expected times differ by less than this share are taken to be equally fast."""
 SLACK_TOKENS = 16
 """Differences of fewer tokens do not matter either, since a step has costs that do not depend on their number."""
@@ -17,6 +17,8 @@ SAME_KIND = 2.0
 """Engines whose measured times differ by less than this factor are taken to be equally fast."""
 MEMORY = 0.9
 """The weight of what was measured before, when another measurement comes."""
+FIRST_GUESS = 128.0
+"""Tokens that a request is expected to get, before one has ended."""
 
 
 @dataclass(slots=True)
@@ -28,21 +30,19 @@ class EngineLoad:
     num_running: int = 0
     """Requests that have got a token and have not ended: each takes a row of every step."""
     num_given: float = 0.0
-    """All tokens given to the engine so far. Of equally fast engines, the one with the least gets the next request."""
+    """All tokens given to the engine so far, with those that its requests are expected to get. Of equally fast engines,
+    the one with the least gets the next request."""
     seconds: float = 0.0
     """The sum of times until first tokens, with older ones weighing less."""
     tokens: float = 0.0
     """How many tokens were expected to be computed meanwhile."""
+    pace_s: float | None = None
+    """Seconds for each token; None before anything was measured."""
 
     @property
     def num_before(self) -> int:
         """Rows to be computed before another request's first token, besides its own."""
         return self.num_queued + self.num_running
-
-    @property
-    def pace_s(self) -> float | None:
-        """Seconds for each token; None before anything was measured."""
-        return self.seconds / self.tokens if self.tokens else None
 
 
 @dataclass(slots=True, eq=False)
@@ -57,8 +57,10 @@ class Route:
     num_expected: int
     """Tokens that the engine was expected to compute until the first one of this request, its own prompt included."""
     sent_s: float
-    has_begun: bool = False
-    """Whether it has got a token."""
+    num_new: float
+    """Tokens that it is expected to get and has not got yet."""
+    num_got: int = 0
+    """Tokens that it has got."""
 
 
 class Router:
@@ -73,6 +75,8 @@ class Router:
         self.loads: dict[int, EngineLoad] = {}
         """By number, the engines that take requests or have some."""
         self._block_size = block_size
+        self._mean_new = FIRST_GUESS
+        """Tokens that a request gets on average, with older ones weighing less."""
 
     def add_engine(self, engine: int) -> None:
         """An engine is ready, with an empty cache. It takes part as if it had had the others' share of the past."""
@@ -91,51 +95,65 @@ class Router:
         given the least so far. Raises ValueError if there are no engines.
         """
         uncached = self._num_uncached(hashes, num_tokens, engines)
-        rows = {engine: self.loads[engine].num_before + num for engine, num in uncached.items()}
-        paces_s = self._paces_s(rows)
-        limit_s = min(rows[engine] * pace_s for engine, pace_s in paces_s.items()) * (1 + TOLERANCE)
-        fast = [engine for engine, pace_s in paces_s.items() if (rows[engine] - SLACK_TOKENS) * pace_s <= limit_s]
-        return min(fast, key=lambda engine: (uncached[engine], self.loads[engine].num_given, engine))
+        loads, usual_s = self.loads, self._usual_pace_s()
+        times_s: dict[int, tuple[float, float]] = {}
+        for engine, num in uncached.items():
+            load = loads[engine]
+            pace_s = load.pace_s or usual_s
+            if 1 / SAME_KIND < pace_s / usual_s < SAME_KIND:
+                pace_s = usual_s
+            rows = load.num_queued + load.num_running + num
+            times_s[engine] = rows * pace_s, (rows - SLACK_TOKENS) * pace_s
+        limit_s = min([time_s for time_s, _ in times_s.values()]) * (1 + TOLERANCE)
+        fast = [engine for engine, (_, slack_s) in times_s.items() if slack_s <= limit_s]
+        return min(fast, key=lambda engine: (uncached[engine], loads[engine].num_given, engine))
 
     def _num_uncached(self, hashes: Sequence[BlockHash], num_tokens: int, engines: Iterable[int]) -> dict[int, int]:
         """By engine, the tokens of a prompt that it has to compute: at least the last one."""
         held = self.index.num_blocks(hashes, engines)
         return {engine: max(1, num_tokens - blocks * self._block_size) for engine, blocks in held.items()}
 
-    def _paces_s(self, engines: Iterable[int]) -> dict[int, float]:
-        """By engine, the seconds for each token: the median of all engines, unless it was measured to be far from it.
+    def _usual_pace_s(self) -> float:
+        """The median of all engines' paces. Engines whose own are not far from it are taken to be as fast: engines of
+        one kind differ by chance, and the faster ones would get nearly everything."""
+        known = [load.pace_s for load in self.loads.values() if load.pace_s is not None]
+        return median(known) if known else 1.0  # if nothing was measured, any will do
 
-        Engines of one kind differ by chance, and the faster ones would get nearly everything.
-        """
-        known = [pace_s for load in self.loads.values() if (pace_s := load.pace_s) is not None]
-        usual_s = median(known) if known else 1.0  # if nothing was measured, any will do
-        paces_s = {engine: self.loads[engine].pace_s or usual_s for engine in engines}
-        return {e: usual_s if 1 / SAME_KIND < pace_s / usual_s < SAME_KIND else pace_s for e, pace_s in paces_s.items()}
-
-    def add(self, engine: int, hashes: Sequence[BlockHash], num_tokens: int, now: float) -> Route:
-        """A request was sent to the engine; `hashes` and `num_tokens` are as for `choose`, `now` is in seconds."""
+    def add(
+        self, engine: int, hashes: Sequence[BlockHash], num_tokens: int, now: float, most_new: float = 0.0
+    ) -> Route:
+        """A request was sent to the engine; `hashes` and `num_tokens` are as for `choose`, `now` is in seconds. It will
+        get at most `most_new` tokens; as many are expected as others have got, if that is less."""
         load, num_uncached = self.loads[engine], self._num_uncached(hashes, num_tokens, [engine])[engine]
-        route = Route(engine, load, hashes, num_uncached, load.num_before + num_uncached, now)
+        num_new = min(most_new, self._mean_new)
+        route = Route(engine, load, hashes, num_uncached, load.num_before + num_uncached, now, num_new)
         self.index.expect(engine, hashes)
         load.num_queued += num_uncached
-        load.num_given += num_uncached
+        load.num_given += num_uncached + num_new
         return route
 
     def on_tokens(self, route: Route, num_tokens: int, now: float) -> None:
         """The request has got tokens. The first ones show how fast the engine is."""
         load = route.load
-        load.num_given += num_tokens
-        if not route.has_begun:
-            route.has_begun = True
+        if route.num_new >= num_tokens:
+            route.num_new -= num_tokens
+        else:
+            load.num_given += num_tokens - route.num_new
+            route.num_new = 0.0
+        if not route.num_got:
             load.num_queued -= route.num_uncached
             load.num_running += 1
             load.seconds = MEMORY * load.seconds + max(0.0, now - route.sent_s)
             load.tokens = MEMORY * load.tokens + route.num_expected
+            load.pace_s = load.seconds / load.tokens or None
+        route.num_got += num_tokens
 
     def end(self, route: Route) -> None:
         """The request has ended, or leaves the engine."""
         self.index.settle(route.engine, route.hashes)
-        if route.has_begun:
+        route.load.num_given -= route.num_new
+        if route.num_got:
             route.load.num_running -= 1
+            self._mean_new = MEMORY * self._mean_new + (1 - MEMORY) * route.num_got
         else:
             route.load.num_queued -= route.num_uncached

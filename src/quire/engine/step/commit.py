@@ -85,6 +85,16 @@ class Committer:
                 changed.append(group)
         return changed
 
+    def add(self, group: SequenceGroup, seq: Sequence, token_id: int) -> None:
+        """Append a token to a sequence, which may end with it."""
+        self.num_generated_tokens += 1
+        seq.token_ids.append(token_id)
+        num_tokens = len(seq.token_ids)
+        if seq.output.append(token_id) or (seq.grammar is not None and seq.grammar.is_finished):
+            self._finish(group, seq, SequenceStatus.FINISHED_STOPPED)
+        elif num_tokens - seq.num_prompt_tokens == group.params.max_tokens or num_tokens >= self.max_model_len:
+            self._finish(group, seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
+
     def _take(self, group: SequenceGroup, seq: Sequence, result: StepResult, place: int, draws: range) -> bool:
         """Continue with what the result has for the sequence at this place of the batch: the tokens drawn at these
         indices, or what was pooled. Returns whether the request has changed."""
@@ -165,7 +175,7 @@ class Committer:
                 return
         if seq.output.logprobs is not None:
             seq.output.logprobs.extend(result.logprobs[draw])
-        self._add(group, seq, token_id)
+        self.add(group, seq, token_id)
         if grammar is not None and jumps and not seq.status.is_finished:
             self._jump(group, seq, grammar)
 
@@ -173,7 +183,7 @@ class Committer:
         """Append the tokens that the grammar forces, without a draw."""
         for token_id in grammar.forced_tokens():
             grammar.advance(token_id)
-            self._add(group, seq, token_id)
+            self.add(group, seq, token_id)
             if seq.status.is_finished:
                 break
 
@@ -186,15 +196,6 @@ class Committer:
             group.error = f"stopped after {seq.num_output_tokens} tokens: {reason}"
         status = SequenceStatus.FINISHED_STOPPED if may_end else SequenceStatus.FINISHED_LENGTH_CAPPED
         self._finish(group, seq, status)
-
-    def _add(self, group: SequenceGroup, seq: Sequence, token_id: int) -> None:
-        self.num_generated_tokens += 1
-        seq.token_ids.append(token_id)
-        num_tokens = len(seq.token_ids)
-        if seq.output.append(token_id) or (seq.grammar is not None and seq.grammar.is_finished):
-            self._finish(group, seq, SequenceStatus.FINISHED_STOPPED)
-        elif num_tokens - seq.num_prompt_tokens == group.params.max_tokens or num_tokens >= self.max_model_len:
-            self._finish(group, seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
 
     def _finish(self, group: SequenceGroup, seq: Sequence, status: SequenceStatus) -> None:
         seq.finish(status)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections import Counter
@@ -13,7 +14,7 @@ from quire.common.errors import InvalidParamsError, RequestError
 from quire.common.log import logger
 from quire.common.outputs import EngineStats
 from quire.common.params import PoolingParams
-from quire.engine.process.messages import Abort, AddAny, PrefixReport, ProtocolError, Ready, ShareHashes
+from quire.engine.process.messages import Abort, AddAny, AddRequest, PrefixReport, ProtocolError, Ready, ShareHashes
 from quire.engine.requests.input_processor import CheckedRequest, InputProcessor
 from quire.engine.routing.router import Router
 from quire.interfaces.async_llm.engine_message import AnyParams, engine_message
@@ -150,7 +151,8 @@ class Dispatcher:
         """The request was sent to the engine."""
         if table.is_running and len(self.tables) > 1:
             num_tokens = len(request.message.token_ids) + request.longest
-            request.route = self._router.add(table.number, request.hashes, num_tokens, time.monotonic())
+            num_new = _most_new(request)
+            request.route = self._router.add(table.number, request.hashes, num_tokens, time.monotonic(), num_new)
 
     def end_route(self, request: RequestState) -> None:
         """The request leaves its engine."""
@@ -257,3 +259,11 @@ class Dispatcher:
                 getattr(listener, event)(*args)
             except Exception:
                 logger.exception("a listener raised an exception in %s", event)
+
+
+def _most_new(request: RequestState) -> float:
+    """The most tokens that a request can still get; infinite if it has no limit of its own, 0 if it draws none."""
+    if not isinstance(request.message, AddRequest):
+        return 0.0
+    params = request.outputs.params
+    return math.inf if params.max_tokens is None else params.num_samples * (params.max_tokens - request.longest)

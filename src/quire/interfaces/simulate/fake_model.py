@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from random import Random
+from typing import Protocol
 
 import numpy as np
 
@@ -14,6 +15,20 @@ from quire.engine.requests.sequence import Sequence as Seq
 from quire.engine.requests.sequence import SequenceGroup
 from quire.interfaces.simulate.beams import INDEX_STEP
 from quire.interfaces.simulate.trace import VOCAB_SIZE
+
+
+class StepCost(Protocol):
+    """How long steps take."""
+
+    @property
+    def swapped_block_s(self) -> float:
+        """Seconds for each block copied between tiers."""
+
+    def seconds(self, batch: Batch) -> float:
+        """Return the seconds that the batch takes."""
+
+    def decode_seconds(self, num_seqs: int, context: int) -> float:
+        """Return the seconds of a step in which `num_seqs` sequences get a token, behind `context` tokens in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +42,16 @@ class CostModel:
 
     def seconds(self, batch: Batch) -> float:
         """Return the seconds that the batch takes."""
-        context = sum(s.end for s in batch.sequences)
-        swapped = sum(len(transfer.pairs) for transfer in batch.transfers)
-        return (
-            self.step_s
-            + self.token_s * max(0, batch.num_tokens - 32)
-            + self.context_token_s * context
-            + self.swapped_block_s * swapped
-        )
+        context = sum([s.end for s in batch.sequences])
+        swapped = sum([len(transfer.pairs) for transfer in batch.transfers])
+        return self._seconds(batch.num_tokens, context) + self.swapped_block_s * swapped
+
+    def decode_seconds(self, num_seqs: int, context: int) -> float:
+        """Return the seconds of a step in which `num_seqs` sequences get a token, behind `context` tokens in all."""
+        return self._seconds(num_seqs, context + num_seqs)
+
+    def _seconds(self, num_tokens: int, context: int) -> float:
+        return self.step_s + self.token_s * max(0, num_tokens - 32) + self.context_token_s * context
 
 
 class FakeModel:
@@ -60,6 +77,15 @@ class FakeModel:
                     tokens.append(token_id)
         return StepResult(tuple(tokens), logprobs)
 
+    def next_token(self, seq_id: int, start: int, token_id: int, index: int) -> int:
+        """Return the token that a sequence draws behind this one, which is at position `start`."""
+        length, state = self._states.get(seq_id, (-1, None))
+        if state is None or length != start:
+            state = self._state(seq_id, start)
+        state.update(token_id.to_bytes(8, "little"))
+        self._states[seq_id] = start + 1, state
+        return (int.from_bytes(state.digest(), "little") + INDEX_STEP * index) % VOCAB_SIZE
+
     def continuation(self, seq_id: int, index: int, num_tokens: int) -> list[int]:
         """Return the next tokens of a sequence that draws with this index."""
         state, tokens = self._state(seq_id, len(self._history(seq_id))).copy(), list[int]()
@@ -71,9 +97,13 @@ class FakeModel:
     def _advance(self, scheduled: ScheduledSequence) -> list[blake2b]:
         """Return, for each row that draws, the hash of the sequence's tokens up to it. The one before the drafts is
         kept, since they may be wrong."""
-        state, token_ids = self._state(scheduled.seq_id, scheduled.start), scheduled.token_ids
-        num_certain = len(token_ids) - scheduled.num_drafts
-        state.update(array("q", token_ids[:num_certain]).tobytes())
+        length, known = self._states.get(scheduled.seq_id, (-1, None))
+        state = (
+            known if known is not None and length == scheduled.start else self._state(scheduled.seq_id, scheduled.start)
+        )
+        token_ids, num_drafts = scheduled.token_ids, scheduled.num_drafts
+        num_certain = len(token_ids) - num_drafts
+        state.update(array("q", token_ids[:num_certain] if num_drafts else token_ids).tobytes())
         self._states[scheduled.seq_id] = scheduled.start + num_certain, state
         states = [state]
         for token_id in token_ids[num_certain:]:

@@ -1,7 +1,7 @@
 """The figures of a run that the report and the plot need."""
 
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -52,11 +52,19 @@ class Record:
     first_token_s: list[float] = field(default_factory=list)
     per_token_s: list[float] = field(default_factory=list)
     total_s: list[float] = field(default_factory=list)
+    between_s: list[float] = field(default_factory=list)
+    """As `per_token_s`, for each of `first_token_s`; 0 where there is only one token."""
     tenants: defaultdict[str, TenantFigures] = field(default_factory=lambda: defaultdict(TenantFigures))
     moments: list[Moment] = field(default_factory=list)
     steps_per_moment: int = 1
+    backlog: Counter[str] = field(default_factory=Counter)
+    """By tenant, the requests that wait for their first step."""
+    begun_lens: dict[int | None, int] = field(default_factory=dict)
+    """By group, the length of the prefix of which computation has begun."""
     num_ignored: int = 0
     num_hit_tokens: int = 0
+    num_output_tokens: int = 0
+    """Of finished requests."""
     num_possible_hit_tokens: int = 0
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
@@ -71,12 +79,15 @@ class Record:
         first_token_s = metrics.first_token_time - metrics.arrival_time
         self.first_token_s.append(first_token_s)
         self.total_s.append(metrics.finished_time - metrics.arrival_time)
+        decode_s = metrics.finished_time - metrics.first_token_time
+        self.between_s.append(decode_s / max(1, request.output_len - 1))
         if request.output_len > 1:
-            decode_s = metrics.finished_time - metrics.first_token_time
-            self.per_token_s.append(decode_s / (request.output_len - 1))
+            self.per_token_s.append(self.between_s[-1])
         tenant = self.tenants[request.tenant]
         tenant.num_requests += 1
-        tenant.num_tokens += group.seqs[0].num_prompt_tokens + sum(seq.num_output_tokens for seq in group.seqs)
+        num_output_tokens = sum([seq.num_output_tokens for seq in group.seqs])
+        self.num_output_tokens += num_output_tokens
+        tenant.num_tokens += group.seqs[0].num_prompt_tokens + num_output_tokens
         tenant.first_token_s.append(first_token_s)
         for seq in group.seqs:
             output = array("q", [index, seq.output.index, *seq.output.token_ids]).tobytes()

@@ -31,19 +31,19 @@ def report(simulator: Simulator) -> dict[str, Any]:
         "output_tokens_per_s": round(num_tokens / max(simulator.now_s, 1e-9), 2),
         "drafted_tokens": sum(counts.num_tokens for counts in drafts),
         "accepted_tokens": sum(counts.num_accepted for counts in drafts),
-        "first_token_s": _percentiles(record.first_token_s),
-        "per_token_s": _percentiles(record.per_token_s),
-        "total_s": _percentiles(record.total_s),
+        "first_token_s": percentiles(record.first_token_s),
+        "per_token_s": percentiles(record.per_token_s),
+        "total_s": percentiles(record.total_s),
         "prefix_hit_rate": round(stats.hit_rate, 4),
         "prefix_tokens": stats.to_dict(),
         "possible_hit_tokens": record.num_possible_hit_tokens,
-        "hit_of_possible": _share(record.num_hit_tokens, record.num_possible_hit_tokens),
+        "hit_of_possible": share(record.num_hit_tokens, record.num_possible_hit_tokens),
         "preemptions": {"recompute": scheduler.preemptor.num_preemptions - by_swap, "swap": by_swap},
         "swapped_out_blocks": record.num_swapped_out_blocks,
         "swapped_in_blocks": record.num_swapped_in_blocks,
         **_memory(record.moments, blocks.block_size),
         "blocks": blocks.pool.num_blocks,
-        "tenants": _tenants(record.tenants),
+        "tenants": tenant_figures(record.tenants),
         "outputs_digest": f"{record.outputs_digest:032x}",
     }
 
@@ -52,31 +52,33 @@ def _memory(moments: Sequence[Moment], block_size: int) -> dict[str, float]:
     used = sum(moment.num_used_blocks for moment in moments)
     savings = [1 - m.num_used_blocks / m.num_table_entries for m in moments if m.num_table_entries]
     return {
-        "kv_waste": _share(sum(moment.num_empty_slots for moment in moments), used * block_size),
-        "sharing_savings": _share(sum(savings), len(savings)),
+        "kv_waste": share(sum(moment.num_empty_slots for moment in moments), used * block_size),
+        "sharing_savings": share(sum(savings), len(savings)),
         "peak_sharing_savings": round(max(savings, default=0.0), 4),
         "mean_blocks_used": round(used / max(1, len(moments)), 1),
     }
 
 
-def _tenants(tenants: dict[str, TenantFigures]) -> dict[str, dict[str, Any]]:
+def tenant_figures(tenants: dict[str, TenantFigures]) -> dict[str, dict[str, Any]]:
+    """Return the figures of each tenant, rounded."""
     contended = sum(tenant.num_contended_tokens for tenant in tenants.values())
     return {
         name: {
             "requests": tenant.num_requests,
             "tokens": tenant.num_tokens,
-            "first_token_s": _percentiles(tenant.first_token_s, (50, 99)),
-            "contended_share": _share(tenant.num_contended_tokens, contended),
+            "first_token_s": percentiles(tenant.first_token_s, (50, 99)),
+            "contended_share": share(tenant.num_contended_tokens, contended),
         }
         for name, tenant in sorted(tenants.items())
     }
 
 
-def _share(part: float, whole: float) -> float:
+def share(part: float, whole: float) -> float:
+    """Return a share, rounded; 0 of nothing."""
     return round(part / whole, 4) if whole else 0.0
 
 
-def _percentiles(values: Sequence[float], percents: Sequence[int] = _PERCENTILES) -> dict[str, float]:
+def percentiles(values: Sequence[float], percents: Sequence[int] = _PERCENTILES, digits: int = 4) -> dict[str, float]:
     """Return percentiles by the nearest-rank method; an empty dict if there are no values."""
     ordered = sorted(values)
-    return {f"p{p}": round(ordered[-(-len(ordered) * p // 100) - 1], 4) for p in percents if ordered}
+    return {f"p{p}": round(ordered[-(-len(ordered) * p // 100) - 1], digits) for p in percents if ordered}

@@ -1,7 +1,8 @@
 """Replays a trace through the real scheduler, block manager and commit, with a fake model and a virtual clock."""
 
-from collections import Counter
-from collections.abc import Iterable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 
 from quire.common.batch import Batch, Draw
 from quire.common.params import SamplingParams
@@ -10,22 +11,25 @@ from quire.config.scheduler import SchedulerConfig
 from quire.config.speculative import SpeculativeConfig
 from quire.engine.drafting.drafting import Drafting
 from quire.engine.requests.output import OutputBuilder, SampleOutput
-from quire.engine.requests.sequence import Sequence, SequenceGroup
+from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.step.commit import Committer
 from quire.interfaces.simulate.arrivals import Arrivals
 from quire.interfaces.simulate.beams import BeamChurn, ChurningBeams
-from quire.interfaces.simulate.fake_model import CostModel, FakeDrafter, FakeModel
+from quire.interfaces.simulate.decoding import Decodes, DecodeSteps
+from quire.interfaces.simulate.fake_model import CostModel, FakeDrafter, FakeModel, StepCost
 from quire.interfaces.simulate.record import Record
 from quire.interfaces.simulate.trace import MAX_WIDTH, TraceRequest
 from quire.kv.block_space_manager import BlockSpaceManager
 
 _DRAWS = tuple(Draw(0.0, 0, 1.0, b"", index) for index in range(MAX_WIDTH))
+_RUNNING = SequenceStatus.RUNNING
 _BEAM_DRAWS = (Draw(0.0, 0, 1.0, b"", logprobs=1),) * MAX_WIDTH
 
 
 class Simulator:
-    """Runs one trace through the bookkeeping of an engine on a virtual clock."""
+    """Runs one trace through the bookkeeping of an engine on a virtual clock. It may be one of a fleet's engines, which
+    share the arrivals and the record."""
 
     def __init__(
         self,
@@ -33,7 +37,7 @@ class Simulator:
         scheduler: SchedulerConfig,
         *,
         enable_prefix_caching: bool = True,
-        cost: CostModel | None = None,
+        cost: StepCost | None = None,
         churn: BeamChurn | None = None,
         acceptance: float | None = None,
         draft_length: int = 4,
@@ -41,7 +45,7 @@ class Simulator:
         """With an `acceptance`, up to `draft_length` tokens of a sequence are drafted in each step, and each draft is
         right with this probability if those before it are."""
         self.now_s = 0.0
-        self.cost = cost or CostModel()
+        self.cost: StepCost = cost or CostModel()
         self.blocks = BlockSpaceManager(kv_cache, enable_prefix_caching=enable_prefix_caching)
         self.model = FakeModel(lambda seq_id: self._owner(seq_id)[1].token_ids)
         drafting = None
@@ -58,10 +62,13 @@ class Simulator:
         self.churn = churn or BeamChurn()
         self.record = Record()
         self.arrivals = Arrivals(())
-        self._requests: dict[str, tuple[TraceRequest, SequenceGroup]] = {}  # submitted, not ended
+        self.unfinished: dict[str, tuple[TraceRequest, SequenceGroup]] = {}
+        """The requests that were submitted and have not ended, in order of arrival."""
+        self.on_end: Callable[[str], object] = lambda request_id: None
+        """Called with the id of each request that ends."""
         self._new: dict[str, int] = {}  # length of the history of each request that waits for its first step
-        self._backlog: Counter[str] = Counter()  # number of those requests of each tenant
-        self._prefix_lens: dict[int | None, int] = {}  # length of each group's prefix of which computation has begun
+        self._decoding = DecodeSteps(self.scheduler, self.committer, self.model)
+        self._step: tuple[Batch | Decodes, float] | None = None
 
     def _clock(self) -> float:
         return self.now_s
@@ -81,22 +88,84 @@ class Simulator:
 
     def step(self) -> None:
         """Run one step of the engine and advance the clock by its duration."""
-        contended = sum(count > 0 for count in self._backlog.values()) > 1
+        self.now_s += self.begin_step()
+        self.end_step()
+        self.record.look(self.now_s, self.scheduler, self.blocks)
+
+    def begin_step(self) -> float:
+        """Plan the next step and return the seconds that it takes, after which `end_step` is to be called."""
+        decodes = self._decoding.plan()
+        if decodes is not None:
+            context = sum([seq.num_computed_tokens for _, seq in decodes])
+            self._step = decodes, self.cost.decode_seconds(len(decodes), context)
+            return self._step[1]
+        contended = sum(count > 0 for count in self.record.backlog.values()) > 1
         batch = self.scheduler.schedule()
         self._note(batch, contended)
-        step_s = self.cost.seconds(batch)
-        self.now_s += step_s
-        self.scheduler.observe(batch, step_s)
-        changed = self.committer.commit(batch, self.model.execute(batch))
+        self._step = batch, self.cost.seconds(batch)
+        return self._step[1]
+
+    @property
+    def num_step_tokens(self) -> int:
+        """Number of tokens that the step that runs computes."""
+        step = None if self._step is None else self._step[0]
+        return step.num_tokens if isinstance(step, Batch) else len(step or ())
+
+    def end_step(self) -> list[SequenceGroup]:
+        """End the step that has begun; returns the requests that got tokens or finished."""
+        assert self._step is not None, "no step has begun"
+        step, step_s = self._step
+        self._step = None
+        if isinstance(step, Batch):
+            self.scheduler.observe(step, step_s)
+            changed = self.committer.commit(step, self.model.execute(step))
+        else:
+            self.scheduler.step_time.observe(len(step), step_s)
+            changed = self._decoding.commit(step)
+            for group, seq in step:
+                if seq.status is not _RUNNING:
+                    self._finish(group)
+            return changed
         for group in changed:
             if group.is_finished:
                 self._finish(group)
-        for request_id in batch.ignored:
-            self._ignore(self._requests[request_id][1])
-        self.record.look(self.now_s, self.scheduler, self.blocks)
+        for request_id in step.ignored:
+            self._ignore(self.unfinished[request_id][1])
+        return changed
 
     def _submit(self, submitted_s: float, index: int, request: TraceRequest) -> None:
         history = self.arrivals.history(request)
+        self.add(submitted_s, index, request, history + request.prompt_token_ids(index), len(history))
+
+    def add(self, submitted_s: float, index: int, request: TraceRequest, prompt: list[int], history_len: int) -> None:
+        """Add a new request with this prompt, whose first `history_len` tokens are an earlier conversation."""
+        group = self._group(submitted_s, index, request, prompt)
+        self.unfinished[group.request_id] = (request, group)
+        if group.params.n > self.scheduler.config.max_num_seqs:
+            self._ignore(group)
+            return
+        self._new[group.request_id] = history_len
+        self.record.backlog[request.tenant] += 1
+        self.requests.add(group)
+
+    def take_over(self, other: Simulator, request_id: str) -> None:
+        """Continue a request of an engine that has died, as an engine does: a single sample after its last token,
+        several samples and beams from the prompt."""
+        request, group = other.unfinished.pop(request_id)
+        metrics, prompt = group.metrics, group.outputs.prompt_token_ids
+        token_ids = group.seqs[0].output.token_ids if group.params.n == 1 else []
+        moved = self._group(metrics.arrival_time, int(request_id), request, prompt)
+        moved.resume(token_ids, metrics, group.num_cached_tokens)
+        self.unfinished[request_id] = (request, moved)
+        if request_id in other._new:
+            self._new[request_id] = other._new[request_id]
+        self.requests.add(moved)
+
+    def may_get_several(self, request_id: str) -> bool:
+        """Whether an unfinished request may get several tokens in a step: it has several sequences, or drafts."""
+        return self.unfinished[request_id][1].params.n > 1 or self.scheduler.drafting is not None
+
+    def _group(self, submitted_s: float, index: int, request: TraceRequest, prompt: list[int]) -> SequenceGroup:
         params = SamplingParams(
             n=max(request.n, request.beam_width),
             temperature=0,
@@ -105,19 +174,11 @@ class Simulator:
             priority=request.priority,
             tenant=request.tenant,
         )
-        prompt = history + request.prompt_token_ids(index)
         search, draws = None, _DRAWS
         if request.beam_width > 1:
             search, draws = ChurningBeams(self.churn, index, request.beam_width, request.output_len), _BEAM_DRAWS
         seq = Sequence(self.requests.new_seq_id(), prompt, draws[: params.n], SampleOutput(params))
-        group = SequenceGroup(OutputBuilder(str(index), prompt, params, submitted_s), seq, search=search)
-        self._requests[group.request_id] = (request, group)
-        if params.n > self.scheduler.config.max_num_seqs:
-            self._ignore(group)
-            return
-        self._new[group.request_id] = len(history)
-        self._backlog[request.tenant] += 1
-        self.requests.add(group)
+        return SequenceGroup(OutputBuilder(str(index), prompt, params, submitted_s), seq, search=search)
 
     def _owner(self, seq_id: int) -> tuple[SequenceGroup, Sequence]:
         owner = self.requests.owners.get(seq_id)
@@ -142,11 +203,11 @@ class Simulator:
 
     def _note_first(self, group: SequenceGroup) -> None:
         """Record how many tokens of a prompt could have been cached, and how many were found."""
-        request = self._requests[group.request_id][0]
-        self._backlog[request.tenant] -= 1
+        request = self.unfinished[group.request_id][0]
+        self.record.backlog[request.tenant] -= 1
         known_len = self._new.pop(group.request_id) - 1  # the last token of an answer has no keys and values
-        begun_len = self._prefix_lens.get(request.prefix_group, 0)
-        self._prefix_lens[request.prefix_group] = max(begun_len, request.prefix_len)
+        begun_len = self.record.begun_lens.get(request.prefix_group, 0)
+        self.record.begun_lens[request.prefix_group] = max(begun_len, request.prefix_len)
         known_len = max(0, known_len, min(begun_len, request.prefix_len))
         num_possible = min(known_len, group.seqs[0].num_prompt_tokens - 1)
         self.record.num_possible_hit_tokens += num_possible
@@ -161,11 +222,12 @@ class Simulator:
         """End a request that can never run to its end."""
         request = self._end(group)
         if self._new.pop(group.request_id, None) is not None:
-            self._backlog[request.tenant] -= 1
+            self.record.backlog[request.tenant] -= 1
         self.record.num_ignored += 1
         self.arrivals.ended(request, self.now_s)
 
     def _end(self, group: SequenceGroup) -> TraceRequest:
         for seq in group.seqs:
             self.model.forget(seq.seq_id)
-        return self._requests.pop(group.request_id)[0]
+        self.on_end(group.request_id)
+        return self.unfinished.pop(group.request_id)[0]

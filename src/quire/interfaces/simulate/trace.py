@@ -2,10 +2,12 @@
 
 import random
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from quire.common.errors import ConfigError
@@ -56,12 +58,24 @@ class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def prompt_token_ids(self, index: int) -> list[int]:
         """Return the prompt tokens of request number `index`: those of its prefix group, then its own."""
-        group = _tokens(f"prefix {self.prefix_group}", self.prefix_len) if self.prefix_len else []
-        return group + _tokens(f"prompt {index}", self.prompt_len - self.prefix_len)
+        if not self.prefix_len:
+            return _tokens(f"prompt {index}", self.prompt_len)
+        own = _tokens(f"prompt {index}", self.prompt_len - self.prefix_len)
+        return [*_prefix_tokens(self.prefix_group, self.prefix_len), *own]
+
+
+@lru_cache(maxsize=256)
+def _prefix_tokens(group: int | None, num_tokens: int) -> list[int]:
+    return _tokens(f"prefix {group}", num_tokens)
 
 
 def _tokens(name: str, num_tokens: int) -> list[int]:
-    return random.Random(name).choices(range(VOCAB_SIZE), k=num_tokens)
+    """The tokens that `random.Random(name).choices(range(VOCAB_SIZE), k=num_tokens)` returns, in less time: each is
+    made of 53 bits, 27 and 26 of two words."""
+    words = np.frombuffer(random.Random(name).randbytes(8 * num_tokens), "<u4")
+    chances = ((words[::2] >> 5) * 67108864.0 + (words[1::2] >> 6)) / 9007199254740992.0
+    tokens: list[int] = (chances * float(VOCAB_SIZE)).astype(np.int64).tolist()
+    return tokens
 
 
 def read_trace(path: Path) -> Iterator[TraceRequest]:

@@ -21,6 +21,8 @@ class PrefixChanges:
         """Return the hashes that can be found since the last call, and those that no longer can."""
         found: list[BlockHash] = []
         gone: list[BlockHash] = []
+        if not self._changed:
+            return found, gone
         for block_hash in self._changed:
             is_found = any(tracker.has(self._group, block_hash) for tracker in self._trackers)
             if is_found != (block_hash in self._known):

@@ -1,0 +1,39 @@
+"""The report of a simulated fleet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.interfaces.simulate.fleet.simulator import FleetSimulator
+from quire.interfaces.simulate.report import percentiles, share, tenant_figures
+
+
+def fleet_report(fleet: FleetSimulator) -> dict[str, Any]:
+    """Return throughput, latencies, hit rate and what each engine did, rounded.
+
+    `busiest_to_idlest` compares the tokens computed by those of the first engines that lived to the end.
+    """
+    record, engines = fleet.record, [*fleet.gone, *fleet.engines.values()]
+    stats = [engine.simulator.blocks.stats for engine in engines]
+    work: list[int] = [engine.num_tokens for engine in fleet.engines.values() if engine.ready_s == 0]
+    return {
+        "requests": len(record.total_s),
+        "ignored": record.num_ignored,
+        "steps": sum(engine.simulator.scheduler.num_steps for engine in engines),
+        "simulated_s": round(fleet.now_s, 3),
+        "output_tokens": record.num_output_tokens,
+        "output_tokens_per_s": round(record.num_output_tokens / max(fleet.now_s, 1e-9), 2),
+        "first_token_s": percentiles(record.first_token_s),
+        "per_token_s": percentiles(record.per_token_s),
+        "total_s": percentiles(record.total_s),
+        "prefix_hit_rate": share(sum(s.num_hit_tokens for s in stats), sum(s.num_queried_tokens for s in stats)),
+        "hit_of_possible": share(record.num_hit_tokens, record.num_possible_hit_tokens),
+        "engines": len(fleet.engines),
+        "engine_s": round(fleet.engine_s, 3),
+        "busy": share(sum(engine.busy_s for engine in engines), fleet.engine_s),
+        "deaths": fleet.num_deaths,
+        "moved": fleet.num_moved,
+        "busiest_to_idlest": round(max(work) / min(work), 4) if work and min(work) else None,
+        "tenants": tenant_figures(record.tenants),
+        "outputs_digest": f"{record.outputs_digest:032x}",
+    }
