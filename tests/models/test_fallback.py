@@ -187,10 +187,11 @@ def test_weights_of_other_tools_run_as_in_the_native_class(llama: Path, tmp_path
 
 
 @needs_native
+@pytest.mark.parametrize("architecture", ["BitNetForCausalLM", "GraniteSWAForCausalLM"])
 def test_saved_quantized_weights_are_the_ones_quantized_while_loading(
-    save_checkpoint: Any, tmp_path: Path, paged_run: Any
+    architecture: str, save_checkpoint: Any, tmp_path: Path, paged_run: Any
 ) -> None:
-    folder, _ = save_checkpoint("BitNetForCausalLM", vocab_size=96, **ARCHITECTURES["BitNetForCausalLM"])
+    folder, _ = save_checkpoint(architecture, vocab_size=96, **ARCHITECTURES[architecture])
     loaded = ModelConfig.resolve(folder, quantization="int8")
     save_quantized(loaded, tmp_path / "saved", lambda _: None)
     saved = ModelConfig.resolve(tmp_path / "saved")

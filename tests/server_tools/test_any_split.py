@@ -33,6 +33,10 @@ FORMATS = [
     {"tools": TOOL_FORMATS["minimax_m2"], "schemas": SCHEMAS},
     {"tools": TOOL_FORMATS["qwen3_coder"], "schemas": SCHEMAS},
     {"reasoning": REASONING_FORMATS["think"], "tools": TOOL_FORMATS["glm45"], "schemas": SCHEMAS},
+    {"tools": TOOL_FORMATS["deepseek_v32"]},
+    {"tools": TOOL_FORMATS["apertus"]},
+    {"tools": TOOL_FORMATS["olmo3"]},
+    {"tools": TOOL_FORMATS["pythonic"]},
     {"forced": ForcedTools()},
     {"forced": ForcedTools("f")},
     {},
@@ -52,6 +56,12 @@ FRAGMENTS = [
     '<parameter name="text">', "</invoke>", "</minimax:tool_call>",
     "<response>", "</response>", "Here is my ", "Here's my thought process:", "response:", "Action: ```json", "```json",
     "```", "<|tool_call|>", "<|/tool_call|>", "function", "True", *(text.translate(WIDE) for text in DEEPSEEK),
+    "<function_calls>", "</function_calls>", "<|python_start|>[", "f(", "text=", "number=", "'", "\\x4", "\\x41", "(",
+    ")", "True", "<|tools_prefix|>[", '{"f": ', "}]<|tools_suffix|>", "string=", '"true">', "<|python_end|>",
+    *(text.replace("|", "\uff5c") for text in (
+        "<|DSML|function_calls>", '<|DSML|invoke name="f">', '<|DSML|parameter name="text" string="',
+        "</|DSML|parameter>", "</|DSML|invoke>", "</|DSML|function_calls>",
+    )),
     "\U0001f600", "\x00", '{"a": [1, {"b": "}]"}]}', "f",
 ]  # fmt: skip
 texts = st.one_of(
@@ -150,6 +160,10 @@ def _cohere(calls):
     return "<|START_ACTION|>[\n" + ",\n".join(made) + "\n]<|END_ACTION|>"
 
 
+def _apertus(calls):
+    return "<|tools_prefix|>[" + ", ".join(f'{{"{name}": {args}}}' for name, args in calls) + "]<|tools_suffix|>"
+
+
 def _in_array(begin, end=""):
     return lambda calls: begin + _mistral(calls).removeprefix("[TOOL_CALLS]") + end
 
@@ -171,6 +185,7 @@ def _forced(calls):
         (_cohere, {"tools": TOOL_FORMATS["cohere_command3"]}),
         (_in_array("Action: ```json\n", "\n```"), {"tools": TOOL_FORMATS["cohere_command_r"]}),
         (_in_array("<tool_calls>", "</tool_calls>"), {"tools": TOOL_FORMATS["hunyuan_a13b"]}),
+        (_apertus, {"tools": TOOL_FORMATS["apertus"]}),
         (_in_array("functools"), {"tools": TOOL_FORMATS["phi4_mini_json"]}),
         (_in_array("<|tool_call|>", "<|/tool_call|>"), {"tools": TOOL_FORMATS["phi4_mini_json"]}),
         (_in_array("<tool_call> "), {"tools": TOOL_FORMATS["granite"]}),
@@ -190,6 +205,31 @@ def test_well_formed_calls_come_out_with_exactly_their_json(write, chosen, calls
     assert answer.calls == calls
     assert _squeezed(answer.content) == _squeezed(before + after)
     assert answer.reasoning == (thought if "reasoning" in chosen else "")
+
+
+python_keys = st.from_regex(r"[a-z_][a-z0-9_]{0,6}", fullmatch=True)
+python_calls = st.lists(st.tuples(names, st.dictionaries(python_keys, json_values, max_size=4)), min_size=1, max_size=3)
+
+
+@pytest.mark.parametrize("as_literal", [repr, json.dumps])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("olmo3", ("<function_calls>", "\n", "</function_calls>")),
+        ("pythonic", ("<|python_start|>[", ", ", "]<|python_end|>")),
+        ("pythonic", ("[", ",", "]")),
+    ],
+)
+@given(python_calls, words, places)
+def test_calls_of_python_come_out_with_what_they_say(name, form, as_literal, calls, after, where):
+    begin, between, end = form
+    made = (
+        f"{name}({', '.join(f'{key} = {as_literal(value)}' for key, value in args.items())})" for name, args in calls
+    )
+    text = begin + between.join(made) + end + after
+    answer = parse(cut(text, where), tools=TOOL_FORMATS[name])
+    assert [(called, json.loads(args)) for called, args in answer.calls] == calls
+    assert _squeezed(answer.content) == _squeezed(after)
 
 
 @given(calls, st.sampled_from([_hermes, _llama, _mistral_named, _harmony, _deepseek_v3, _forced]), formats, st.data())

@@ -47,8 +47,9 @@ def norm_like(module: nn.Module) -> InnerNorm | None:
     ):
         return None
     (width,) = given["weight"].shape
-    for eps in {getattr(module, name, None) for name in ("eps", "variance_epsilon")}:
-        for is_rms, offset in ((True, 0.0), (True, 1.0), (False, 0.0)) if isinstance(eps, float) else ():
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if isinstance(eps, float):
+        for is_rms, offset in ((True, 0.0), (True, 1.0), (False, 0.0)):
             shape = NormShape(eps, is_rms, has_bias="bias" in given, offset=offset)
             if not (is_rms and shape.has_bias) and _is_same_norm(module, width, shape, given["weight"].dtype):
                 return InnerNorm(make_norm(width, shape))
@@ -58,7 +59,7 @@ def norm_like(module: nn.Module) -> InnerNorm | None:
 def _is_same_norm(module: nn.Module, width: int, shape: NormShape, dtype: torch.dtype) -> bool:
     """Tried with rows far above and about as small as epsilon, with two numbers of dimensions, and in the dtype."""
     ours, theirs = make_norm(width, shape), copy.copy(module)
-    wanted = {name: _numbers(0.3, width) for name in ours.weight_specs()}
+    wanted = {name: _numbers(0.3 + len(name) / 10, width) for name in ours.weight_specs()}
     ours.set_weights(wanted)
     theirs.__dict__["_parameters"] = {name: nn.Parameter(each, requires_grad=False) for name, each in wanted.items()}
     x = _numbers(0.7, 2, 3, width) + 0.2
@@ -76,11 +77,12 @@ def mlp_like(module: nn.Module, current: CurrentBatch) -> InnerMLP | None:
     if (
         kind is None
         or any(type(each) is not nn.Linear for each in linears)
+        or len({each.bias is None for each in linears[:2] if isinstance(each, nn.Linear)}) != 1
         or module._parameters
         or len(inspect.signature(module.forward).parameters) != 1
     ):
         return None
-    gate, up, down = (_small_linear(*sizes) for sizes in ((6, 8), (6, 8), (8, 6)))
+    gate, up, down = _small_linear(6, 8, 0.4), _small_linear(6, 8, 0.5), _small_linear(8, 6, 0.6)
     theirs = copy.copy(module)
     theirs.__dict__["_modules"] = {"gate_proj": gate, "up_proj": up, "down_proj": down, **parts}
     x = _numbers(0.7, 1, 3, 6)
@@ -90,10 +92,10 @@ def mlp_like(module: nn.Module, current: CurrentBatch) -> InnerMLP | None:
     return InnerMLP(module, kind, current)
 
 
-def _small_linear(in_features: int, out_features: int) -> nn.Linear:
+def _small_linear(in_features: int, out_features: int, factor: float) -> nn.Linear:
     made = nn.Linear(in_features, out_features, device="meta")
-    made.weight = nn.Parameter(_numbers(0.4 + out_features / 10, out_features, in_features), requires_grad=False)
-    made.bias = nn.Parameter(_numbers(0.6, out_features), requires_grad=False)
+    made.weight = nn.Parameter(_numbers(factor, out_features, in_features), requires_grad=False)
+    made.bias = nn.Parameter(_numbers(factor, out_features), requires_grad=False)
     return made
 
 

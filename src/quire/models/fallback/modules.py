@@ -91,7 +91,7 @@ class InnerMLP(nn.Module):
         batch = self._current.batch
         wide = self.gate_up(x.reshape(-1, x.shape[-1]), batch)  # [num_tokens, 2 * width]
         out: Tensor = self.down(kernels.gated_activation(wide, self._kind), batch)
-        return out.view(x.shape)
+        return out.view(*x.shape[:-1], -1)
 
 
 class InnerExperts(ExpertProducts):

@@ -108,6 +108,7 @@ class NamedCalls:
                 return
             if (yield from calls.marks(self.after_call)):
                 calls.reader.hold()
+            yield from calls.marks(self.separator or "")
         if (yield from calls.marks(self.end)):
             calls.reader.hold()
 

@@ -35,6 +35,8 @@ class TaggedCalls:
     """A line break at its end does not belong to the value, nor does then one after the value."""
     after_value: str
     end: str
+    states_strings: bool = False
+    """Whether `after_key` has a place, `{}`, where `true` or `false` says if the value is a text, or JSON."""
 
     def read(self, calls: CallReader, tag: str) -> Reading[None]:
         """Read one call. It begins when its name and the first key, or its end, are known. `before_name` may be
@@ -70,12 +72,18 @@ class TaggedCalls:
         while (yield from calls.marks(self.before_key)):
             pieces: list[str] = []
             yield from calls.reader.run(keys, pieces.append)
-            if not pieces or not (yield from calls.marks(self.after_key)):
-                return True
             key = "".join(pieces).strip()
+            types = json_types(schemas.get(key))
+            if self.states_strings:
+                before, _, after = self.after_key.partition("{}")
+                stated = (yield from calls.marks(before)) and (yield from calls.reader.match_any(["true", "false"]))
+                if not key or not stated or not (yield from calls.reader.match(after)):
+                    return True
+                types = _TEXT if stated == "true" else frozenset()
+            elif not key or not (yield from calls.marks(self.after_key)):
+                return True
             call.take_arguments(f"{', ' if call.has_begun else '{'}{json.dumps(key, ensure_ascii=False)}: ")
             yield from calls.reader.match(line_break)
-            types = json_types(schemas.get(key))
             if types == _TEXT:
                 complete = yield from _scan_text(calls.reader, end, line_break, call.take_arguments)
             else:
@@ -95,7 +103,8 @@ class TaggedCalls:
     def _written_arguments(self, schema: dict[str, Any]) -> Iterator[Part]:
         needed, schemas = required(schema), property_schemas(schema)
         for key in dict.fromkeys([*schemas, *needed]):
-            head = _const(self.before_key + key + self.after_key)
+            is_text = json_types(schemas.get(key)) == _TEXT
+            head = _const(self.before_key + key + self.after_key.replace("{}", json.dumps(is_text)))
             pair = {"type": "sequence", "elements": [head, *self._written_value(schemas.get(key, {}))]}
             yield pair if key in needed else {"type": "or", "elements": [_const(""), pair]}
 
