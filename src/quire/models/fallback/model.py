@@ -235,8 +235,6 @@ def _replaced_layers(model: Any, current: CurrentBatch) -> Iterator[tuple[str, W
     if type(head) is not nn.Linear:
         raise UnsupportedModelError(f"its head is a {type(head).__name__}")
     tied = _tied(type(model), model.config)
-    if tied and head.bias is not None:
-        raise UnsupportedModelError("its head is tied to its token table, but has a bias")
     if tied not in ({}, {f"{names[head]}.weight": f"{names[table]}.weight"}):
         raise UnsupportedModelError(f"it ties more than its head to its token table: {', '.join(tied)}")
     rows = TokenTable(table, packed=bool(tied))
@@ -245,7 +243,10 @@ def _replaced_layers(model: Any, current: CurrentBatch) -> Iterator[tuple[str, W
             model.set_submodule(name, rows)
             yield name, rows.embedding
         elif module is head and tied:
-            model.set_submodule(name, Head(TiedLmHead(rows.embedding)))
+            head._parameters["weight"] = None  # the table's
+            model.set_submodule(name, Head(TiedLmHead(rows.embedding), head))
+            if (others := OwnTensors(head)).weight_specs():
+                yield name, others
         elif module is head:
             own = LmHead(head.in_features, head.out_features, head.weight.dtype, bias=head.bias is not None)
             model.set_submodule(name, Head(own))

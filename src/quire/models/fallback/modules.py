@@ -160,14 +160,16 @@ class TokenTable(nn.Module):
 class Head(nn.Module):
     """In the place of the projection to the vocabulary."""
 
-    def __init__(self, head: LmHead | TiedLmHead) -> None:
+    def __init__(self, head: LmHead | TiedLmHead, with_bias: nn.Linear | None = None) -> None:
+        """`with_bias`: has what is added to logits, if anything is and `head` does not."""
         super().__init__()
-        self.head = head
+        self.head, self.with_bias = head, with_bias
 
     def forward(self, x: Tensor) -> Tensor:
         """x [1, num_rows, hidden] -> [1, num_rows, vocab] float32."""
         logits: Tensor = self.head(x[0])
-        return logits[None]
+        bias = None if self.with_bias is None else self.with_bias.bias
+        return logits[None] if bias is None else logits[None] + bias
 
 
 class OwnTensors(WeightedLayer):
