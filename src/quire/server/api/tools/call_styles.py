@@ -150,3 +150,8 @@ def _named_calls(before: str, between: str, after: str, schemas: Schemas) -> lis
         [before + name + between, {"type": "json_schema", "json_schema": schema}, after]
         for name, schema in schemas.items()
     ]
+
+
+def const(text: str) -> dict[str, Any]:
+    """A text as a format of structural tags."""
+    return {"type": "const_string", "value": text}
