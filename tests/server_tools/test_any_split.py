@@ -14,6 +14,13 @@ from .folding import cut, parse
 SCHEMAS = {"f": {"properties": {"text": {"type": "string"}, "number": {"type": ["integer", "null"]}}}}
 WIDE = str.maketrans("|_", "\uff5c\u2581")
 DEEPSEEK = ["<|tool_calls_begin|>", "<|tool_call_begin|>", "<|tool_sep|>", "<|tool_call_end|>", "<|tool_calls_end|>"]
+DSML = [
+    text.replace("|", "\uff5c")
+    for text in (
+        "<|DSML|function_calls>", '<|DSML|invoke name="f">', '<|DSML|parameter name="text" string="',
+        "</|DSML|parameter>", "</|DSML|invoke>", "</|DSML|function_calls>",
+    )
+]  # fmt: skip
 FORMATS = [
     {"tools": TOOL_FORMATS["hermes"]},
     {"tools": TOOL_FORMATS["llama3_json"]},
@@ -58,10 +65,7 @@ FRAGMENTS = [
     "```", "<|tool_call|>", "<|/tool_call|>", "function", "True", *(text.translate(WIDE) for text in DEEPSEEK),
     "<function_calls>", "</function_calls>", "<|python_start|>[", "f(", "text=", "number=", "'", "\\x4", "\\x41", "(",
     ")", "True", "<|tools_prefix|>[", '{"f": ', "}]<|tools_suffix|>", "string=", '"true">', "<|python_end|>",
-    *(text.replace("|", "\uff5c") for text in (
-        "<|DSML|function_calls>", '<|DSML|invoke name="f">', '<|DSML|parameter name="text" string="',
-        "</|DSML|parameter>", "</|DSML|invoke>", "</|DSML|function_calls>",
-    )),
+    *DSML,
     "\U0001f600", "\x00", '{"a": [1, {"b": "}]"}]}', "f",
 ]  # fmt: skip
 texts = st.one_of(
@@ -230,6 +234,59 @@ def test_calls_of_python_come_out_with_what_they_say(name, form, as_literal, cal
     answer = parse(cut(text, where), tools=TOOL_FORMATS[name])
     assert [(called, json.loads(args)) for called, args in answer.calls] == calls
     assert _squeezed(answer.content) == _squeezed(after)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pythonic", "[]"),
+        ("pythonic", "[1] says"),
+        ("pythonic", "[link](a)"),
+        ("pythonic", "[f(1)]"),
+        ("olmo3", "<function_calls></function_calls>"),
+        ("olmo3", "<function_calls>f</function_calls>"),
+        ("apertus", "<|tools_prefix|>[1]"),
+        ("deepseek_v32", DSML[0] + DSML[1].replace("f", "")),
+    ],
+)
+def test_what_is_no_call_stays_content(name, text):
+    answer = parse(text, tools=TOOL_FORMATS[name])
+    assert (answer.content, answer.calls) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("said", "arguments"),
+    [
+        (r"""f(a='it\'s "b"\n', b="\x41\u00e9\d\U0001F600")""", {"a": 'it\'s "b"\n', "b": "A\u00e9\\d\U0001f600"}),
+        (r"""f(b='\xzz\u12\U00110000')""", {"b": "\\xzz\\u12\\U00110000"}),
+        (
+            "f(a=[1, 2.5, ], b={'c': None, \"d\": [True, false,],},)",
+            {"a": [1, 2.5], "b": {"c": None, "d": [True, False]}},
+        ),
+        ("f( a = -1 )", {"a": -1}),
+        ("f()", {}),
+    ],
+)
+def test_literals_of_python_are_read_as_python_reads_them(said, arguments):
+    answer = parse(f"[{said}]", tools=TOOL_FORMATS["pythonic"])
+    assert [(name, json.loads(args)) for name, args in answer.calls] == [("f", arguments)]
+
+
+@pytest.mark.parametrize("broken", ["x", "01", "{1: 2}", "{'a' 1}", "[1 2]", "1 2", "[" * 200])
+def test_values_that_are_none_end_the_call(broken):
+    answer = parse(f"[f(a=1, b={broken}) rest", tools=TOOL_FORMATS["pythonic"])
+    ((name, args),) = answer.calls
+    assert name == "f"
+    assert args.startswith('{"a": 1, "b": ')
+    assert answer.content.endswith(") rest")
+
+
+def test_deepseek_says_whether_a_value_is_a_text():
+    begin, call, key, end_key, end_call, end = DSML
+    text = f'{begin}\n{call}\n{key}true">5{end_key}\n{key.replace("text", "b")}false">[5]{end_key}\n{end_call}\n{end}'
+    answer = parse(text, tools=TOOL_FORMATS["deepseek_v32"])
+    assert [(name, json.loads(args)) for name, args in answer.calls] == [("f", {"text": "5", "b": [5]})]
+    assert answer.content == ""
 
 
 @given(calls, st.sampled_from([_hermes, _llama, _mistral_named, _harmony, _deepseek_v3, _forced]), formats, st.data())

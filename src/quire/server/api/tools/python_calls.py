@@ -37,8 +37,9 @@ class PythonCalls:
         closed, unless the output ends there."""
         if not (yield from calls.marks(self.open)):
             return
-        while not (yield from calls.marks(self.end)):
-            call = calls.new()
+        is_first = True
+        while is_first or not (yield from calls.marks(self.end)):
+            call, is_first = calls.new(), False
             yield from calls.space()
             name = yield from calls.name()
             if not call.take_name(name) or not (yield from calls.reader.match("(")):
