@@ -28,6 +28,8 @@ def load() -> Mapping[str, Handler]:
     from quire.common.batch import Batch, Draw, DrawnRows, ScheduledSequence
 
     arguments: dict[str, Any] = {"dtype": "bfloat16", "enable_prefix_caching": False, "max_model_len": 4096}
+    # The same prompts come in each round: answers of earlier rounds would be drafts that are always right.
+    arguments["speculative_config"] = {"method": "off"}
     arguments |= json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}")
     llm = LLM(sys.argv[1], **arguments)
     plan, executor = llm.engine.plan, llm.engine.executor
