@@ -5,6 +5,7 @@ import json
 
 from quire.cli.arguments.options import add_engine_arguments, engine_kwargs
 from quire.config.args import EngineArgs
+from quire.config.checkpoint.draft_heads import has_mtp_layer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,5 +22,13 @@ def run(options: argparse.Namespace) -> int:
     from quire.runner.memory_plan import plan_memory  # loads torch
 
     plan = plan_memory(EngineArgs(**engine_kwargs(options)))
-    print(json.dumps(plan.to_dict()) if options.json else plan)
+    has_unused = plan.config.draft is None and has_mtp_layer(plan.config.model)
+    if options.json:
+        print(json.dumps(plan.to_dict() | {"has_unused_mtp_layer": has_unused}))
+        return 0
+    print(plan)
+    if has_unused:
+        print(
+            """unused      a layer for multi-token prediction, to draft by --speculative-config '{"method": "mtp"}'"""
+        )
     return 0
