@@ -139,7 +139,7 @@ def report_peers(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     """Yield the section of the report on other engines' speculation."""
     yield from title("Speculation of other engines", "python -m benchmarks speculation --peers")
     yield "The twin, drafted by lookup or by quire-draft, bfloat16, greedy, one request at a time, interleaved:"
-    yield "each one's speed-up over itself without drafts, and whether its outputs stayed the same.\n"
+    yield "speed-ups over each itself without drafts, and whether its outputs stayed the same. vLLM is not compiled.\n"
     names = ("engine", "method", "speedup", "is_equal", "left_out")
     found = [r for r in rows if "speedup" in r or "left_out" in r]
     yield from table(names, ([r.get(n, "") for n in names] for r in found))
