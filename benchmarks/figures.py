@@ -175,13 +175,19 @@ def speculation(run: Run) -> Iterator[Row]:
     """Measure what drafts gain, with a twin of quire-tiny as expensive as 0.5 B weights, and how well their number is
     chosen."""
     folder = str(twin(run))
-    for precision in _BITS:
+    for precision in ("int8",) if run.quick else _BITS:
         for line in _python(
-            "-m", "benchmarks.drivers.speculation", folder, "quire-draft", precision, str(run.rounds)
+            "-m",
+            "benchmarks.drivers.speculation",
+            folder,
+            "quire-draft",
+            precision,
+            "1" if run.quick else str(run.rounds),
         ).splitlines():
             yield json.loads(line)
+    some = ("draft_model", "1,8") if run.quick else ()
     for line in _python(
-        "-m", "benchmarks.drivers.draft_lengths", folder, "quire-draft", "int8", str(run.rounds)
+        "-m", "benchmarks.drivers.draft_lengths", folder, "quire-draft", "int8", str(run.rounds), *some
     ).splitlines():
         yield json.loads(line)
 

@@ -53,6 +53,8 @@ class _Quire(_Drafted, Quire):
 
 
 class _Vllm(_Drafted, Vllm):
+    _cache_gib = 1
+
     def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
         """Return the command."""
         return self._command("vllm", checkpoint, DRAFT)
@@ -65,38 +67,43 @@ class _LlamaCpp(_Drafted, LlamaCpp):
 
 
 def beside_others(run: Run) -> Iterator[Row]:
-    """Measure each engine against itself without drafts, in bfloat16, one request at a time, interleaved."""
+    """Measure each engine against itself without drafts, in bfloat16, one request at a time, interleaved.
+
+    An engine ends before the next one starts, since each is loaded once for every method.
+    """
     tokenizer = Tokenizer.from_path(TINY)
-    questions = [pair["question"] for pair in json.loads(QUESTIONS.read_text())[:_NUM_QUESTIONS]]
-    prompts = [tokenizer.encode(text) for text in (*CODE, *questions)]
+    questions = [pair["question"] for pair in json.loads(QUESTIONS.read_text())[: 1 if run.quick else _NUM_QUESTIONS]]
+    prompts = [tokenizer.encode(text) for text in (*CODE[: 1 if run.quick else None], *questions)]
+    for kind in (_Quire, _Vllm, _LlamaCpp):
+        if kind.name in run.engines:
+            yield from _beside_itself(run, [kind(run.folder, method=method) for method in METHODS], prompts)
+
+
+def _beside_itself(run: Run, engines: Sequence[_Drafted], prompts: Sequence[list[int]]) -> Iterator[Row]:
+    """Rows of the loads of one engine with each method, and of each method that can be compared."""
+    num_learning = 1 if run.quick else _NUM_LEARNING
+    times: dict[str, list[float]] = {}
+    outputs: dict[str, list[list[int]]] = {}
     with ExitStack() as stack:
-        engines = [kind(run.folder, method=method) for kind in (_Quire, _Vllm, _LlamaCpp) for method in METHODS]
         sessions, rows = start(stack, run, engines, twin(run), 1024)
-        yield from (
-            {"load": True} | row | {"method": e.method} for row, e in zip(rows, _wanted(run, engines), strict=True)
-        )
-        times: dict[tuple[str, str], list[float]] = {}
-        outputs: dict[tuple[str, str], list[list[int]]] = {}
-        for turn in range(_NUM_LEARNING + run.rounds):
+        yield from ({"load": True} | row | {"method": e.method} for row, e in zip(rows, engines, strict=True))
+        for turn in range(num_learning + run.rounds):
             for session in sessions:
                 assert isinstance(session.engine, _Drafted)
-                which = session.engine.name, session.engine.method
-                answer = session.call("generate", prompts=prompts, output_len=_NUM_TOKENS)
-                outputs[which] = answer["outputs"]
-                if turn >= _NUM_LEARNING:
-                    times.setdefault(which, []).append(answer["elapsed_s"])
-    for (name, method), its_times in times.items():
-        plain = times.get((name, "off"))
-        if method == "off" or plain is None:
+                method = session.engine.method
+                answer = session.call(
+                    "generate", prompts=prompts, output_len=_NUM_TOKENS // 2 if run.quick else _NUM_TOKENS
+                )
+                outputs[method] = answer["outputs"]
+                if turn >= num_learning:
+                    times.setdefault(method, []).append(answer["elapsed_s"])
+    for method, its_times in times.items():
+        if method == "off" or "off" not in times:
             continue
-        speedup = statistics.median(a / b for a, b in zip(plain, its_times, strict=True))
-        row = {"engine": name, "method": method, "precision": "bfloat16", "speedup": round(speedup, 3)}
-        row |= {"elapsed_s": [[round(s, 3) for s in each] for each in (plain, its_times)]}
-        yield row | {"is_equal": outputs[name, method] == outputs[name, "off"]}
-
-
-def _wanted(run: Run, engines: Sequence[_Drafted]) -> list[_Drafted]:
-    return [engine for engine in engines if engine.name in run.engines]
+        speedup = statistics.median(a / b for a, b in zip(times["off"], its_times, strict=True))
+        row = {"engine": engines[0].name, "method": method, "precision": "bfloat16", "speedup": round(speedup, 3)}
+        row |= {"elapsed_s": [[round(s, 3) for s in each] for each in (times["off"], its_times)]}
+        yield row | {"is_equal": outputs[method] == outputs["off"]}
 
 
 def report(rows: Sequence[Row], plots: Path) -> Iterator[str]:
@@ -131,7 +138,7 @@ def _fixed(row: Row) -> str:
 def report_peers(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     """Yield the section of the report on other engines' speculation."""
     yield from title("Speculation of other engines", "python -m benchmarks speculation --peers")
-    yield "The twin, drafted by lookup or by quire-draft, bfloat16, greedy, one request at a time, all engines in turn:"
+    yield "The twin, drafted by lookup or by quire-draft, bfloat16, greedy, one request at a time, interleaved:"
     yield "each one's speed-up over itself without drafts, and whether its outputs stayed the same.\n"
     names = ("engine", "method", "speedup", "is_equal", "left_out")
     found = [r for r in rows if "speedup" in r or "left_out" in r]

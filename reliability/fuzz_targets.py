@@ -40,6 +40,7 @@ from quire.engine.process.messages import (
 )
 from quire.engine.view.cache_frame import BlockColumns, CacheEvent, CacheSetup, CacheUpdate, RequestRow
 from quire.interfaces.async_llm.engine_client import EngineClient
+from quire.interfaces.launch.link import ProcessLink
 from quire.server.api.chat.events import ContentDelta, ReasoningDelta
 from quire.server.api.chat.protocol import Tool, ToolChoice
 from quire.server.api.tools import (
@@ -205,15 +206,17 @@ def messages(data: bytes) -> str:
 
 async def _read_as_client(pieces: Sequence[bytes]) -> list[bytes]:
     client = EngineClient.__new__(EngineClient)
-    client._reader, client._decoder = asyncio.StreamReader(), msgspec.msgpack.Decoder(ToClient)
+    link = ProcessLink.__new__(ProcessLink)
+    link.reader = asyncio.StreamReader()
+    client._link, client._decoder = link, msgspec.msgpack.Decoder(ToClient)
     client._is_heard = client._is_alive = False
     client._progress = None
 
     async def feed() -> None:
         for piece in pieces:
-            client._reader.feed_data(piece)
+            link.reader.feed_data(piece)
             await asyncio.sleep(0)
-        client._reader.feed_eof()
+        link.reader.feed_eof()
 
     feeding, received = asyncio.create_task(feed()), list[bytes]()
     while (message := await client._receive()) is not None:

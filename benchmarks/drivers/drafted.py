@@ -37,6 +37,7 @@ def vllm(method: str, model: str, draft: str, num_drafts: int, num_threads: int)
     config |= {"model": draft} if method == "draft_model" else {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
     speculative = {} if method == "off" else {"speculative_config": config}
     settings: dict[str, Any] = {"max_model_len": _MAX_MODEL_LEN, "enable_prefix_caching": False, "max_num_seqs": 8}
+    settings["enforce_eager"] = True  # compiling takes minutes for each method, and these steps read weights
     llm = LLM(model=model, dtype="bfloat16", **settings, **speculative)
 
     def generate(prompt: list[int], output_len: int) -> list[int]:

@@ -1,15 +1,17 @@
-"""One row of JSON for each kind of text: `speculation MODEL DRAFT PRECISION ROUNDS`, with and without drafts, in turn.
+"""One row of JSON for each kind of text: `speculation MODEL DRAFT PRECISION ROUNDS [METHOD ...]`.
 
-All requests are greedy and run one at a time. The outputs must be equal.
+Runs with and without drafts are interleaved. With methods, only texts that are drafted by these are measured. All
+requests are greedy and run one at a time. The outputs must be equal.
 """
 
 import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from msgspec.structs import replace
 
 from benchmarks.engines.peers import ROOT
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
@@ -35,7 +37,7 @@ _FUNCTION = {
 SCHEMA = {"type": "array", "items": _FUNCTION, "minItems": 3, "maxItems": 3}
 
 
-def rows(model: str, draft: str, precision: str, num_rounds: int) -> Iterator[dict[str, Any]]:
+def rows(model: str, draft: str, precision: str, num_rounds: int, only: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Yield the speed-up by a draft model for answers and code, by forced tokens for JSON, by a prediction for an edit.
 
     As an edit counts what the model writes anyway, predicted with one token in 20 changed.
@@ -48,7 +50,8 @@ def rows(model: str, draft: str, precision: str, num_rounds: int) -> Iterator[di
         "forced": {"method": "forced"},
         "prediction": {"method": "prediction"},
     }
-    llms = {name: LLM(model, speculative_config=config, **arguments) for name, config in configs.items()}
+    wanted = {name: config for name, config in configs.items() if not only or name in ("off", *only)}
+    llms = {name: LLM(model, speculative_config=config, **arguments) for name, config in wanted.items()}
     pairs = sorted(json.loads(QUESTIONS.read_text()), key=lambda pair: -len(pair["answer"]))[:_NUM_QUESTIONS]
     chats = [llms["off"].chat_prompt([{"role": "user", "content": pair["question"]}]) for pair in pairs]
     greedy = SamplingParams(temperature=0, max_tokens=64)
@@ -62,7 +65,7 @@ def rows(model: str, draft: str, precision: str, num_rounds: int) -> Iterator[di
         ("JSON by schema", "forced", chats[:1], array),
         ("edit of code", "prediction", [CODE[0]], replace(edited, prediction=written)),
     )
-    for text, method, prompts, params in cases:
+    for text, method, prompts, params in (case for case in cases if case[1] in wanted):
         times: dict[str, list[float]] = {"off": [], method: []}
         outputs, num_steps = dict[str, list[RequestOutput]](), dict[str, int]()
         for _ in range(1 + num_rounds):
@@ -83,6 +86,6 @@ def rows(model: str, draft: str, precision: str, num_rounds: int) -> Iterator[di
 
 
 if __name__ == "__main__":
-    given_model, given_draft, given_precision, given_rounds = sys.argv[1:]
-    for row in rows(given_model, given_draft, given_precision, int(given_rounds)):
+    given_model, given_draft, given_precision, given_rounds, *given_only = sys.argv[1:]
+    for row in rows(given_model, given_draft, given_precision, int(given_rounds), given_only):
         print(json.dumps(row), flush=True)

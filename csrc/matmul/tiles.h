@@ -67,7 +67,12 @@ QUIRE_INLINE void for_tiles(int64_t rows, int64_t panels, const Call& call) {
   }
 }
 
-constexpr int kUnfetchedRows = 2;      // few rows are read as fast as the processor's own prefetchers go
+// Few rows are read as fast as the processor's own prefetchers go, and not faster with more requests.
+#if defined(__AVX512BF16__)
+constexpr int kUnfetchedRows = 4;
+#else
+constexpr int kUnfetchedRows = 2;
+#endif
 constexpr int64_t kBytesAhead = 6144;  // of weights, in all panels of a tile together
 
 // Where a product goes: sums of rows from `row` and of `width` columns from `column` on (but those beyond the last),

@@ -143,7 +143,8 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
                                bytes,
                                first,
                                end - first,
-                               behind - units + kBytesAhead};
+                               behind - units + kBytesAhead,
+                               is_unpacked};
     for (int64_t block = 0; block < row_blocks; ++block) {
       const int64_t row = block * num_rows / row_blocks, height = (block + 1) * num_rows / row_blocks - row;
       for_tiles<QuantizedTile<false>>(height, 1, [&](int64_t vector, int64_t width) {

@@ -11,6 +11,13 @@ namespace quire::QUIRE_ISA {
 constexpr int kGroupedRows = kTileRows < 8 ? kTileRows : 8;
 constexpr int kRowsAtOnce = 4;
 
+// As kUnfetchedRows, of bytes as they lie in a panel. Halves of bytes are read half as fast, and need the requests.
+#if defined(__AVX512VNNI__)
+constexpr int kUnfetchedBytesRows = 4;
+#else
+constexpr int kUnfetchedBytesRows = 0;
+#endif
+
 // A row of x as the tiles read it: its values, then of each group its scale, then what the sum of its products lacks
 // because stored integers have too much (QuantizedFormat::zero), then the sum of its values times the scale.
 struct QuantizedRow {
@@ -40,6 +47,7 @@ struct WeightPiece {
   char* room;             // of kPieceK * kPanelColumns bytes, for what a tile unpacks
   int64_t first, groups;  // the first group's index in a row
   int64_t ahead;          // how far behind its units that lies which a tile asks for while it multiplies
+  bool is_unpacked;       // its units are no longer in the panel
 
   QUIRE_MEMBER f32 scale(int64_t index, int64_t column) const {
     const int64_t at = index * kPanelColumns + column;
@@ -76,6 +84,7 @@ struct QuantizedTile {
     const int64_t unit_rows = layout.group / kUnitBytes / (kHalves ? 2 : 1);
     const int64_t x_stride = row_bytes / int64_t(sizeof(XValue));
     const int64_t ahead = piece.ahead;
+    const bool asks = kHalves || R > kUnfetchedBytesRows || piece.is_unpacked;
     const char* units = piece.units + column * kUnitBytes;
     f32 sum[R][G];
     QUIRE_UNROLL
@@ -97,7 +106,7 @@ struct QuantizedTile {
       }
       for (int64_t unit = 0; unit < unit_rows; ++unit, units += kUnitRowBytes, x += kUnitBytes) {
         QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) __builtin_prefetch(units + ahead + g * W * kUnitBytes, 0, 2);
+        for (int g = 0; g < G && asks; ++g) __builtin_prefetch(units + ahead + g * W * kUnitBytes, 0, 2);
         multiply<R, G>(acc, units, x, x_stride, 0);
         if constexpr (kHalves) multiply<R, G>(acc, units, x + QuantizedShape::kBlock / 2, x_stride, 4);
       }

@@ -23,6 +23,7 @@ from quire.engine.process.heartbeat import HEARTBEAT_S, Pulse, beat
 from quire.engine.process.messages import AddRequest, Heartbeat, read_frame
 from quire.interfaces.async_llm import engine_client
 from quire.interfaces.async_llm.engine_client import EngineClient
+from quire.interfaces.launch import link
 from quire.kernels.checks import kernel_errors
 
 from ..scripted_engine import scripted_llm
@@ -70,7 +71,7 @@ def speaking(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             command = [sys.executable, "-c", f"{PROGRAM}\n{left.pop(0)}\nsys.exit(7)", str(its.fileno())]
             return subprocess.Popen(command, pass_fds=[its.fileno()], env=environment)
 
-        monkeypatch.setattr(engine_client, "_start_process", start)
+        monkeypatch.setattr(link, "start_process", start)
 
     monkeypatch.setattr(engine_client, "_TICK_S", 0.05)
     monkeypatch.setattr(engine_client, "LOADING_PATIENCE", 60)  # a loaded machine takes long to start five processes

@@ -21,7 +21,7 @@ from quire import (
     OutOfMemoryError,
     SamplingParams,
 )
-from quire.interfaces.async_llm import engine_client
+from quire.interfaces.launch import link
 
 from .door import Door
 
@@ -46,14 +46,14 @@ def test_what_llm_would_raise_is_raised(kwargs: dict[str, Any], error: type[Exce
 
 
 def test_an_engine_that_dies_while_it_starts_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = engine_client._start_process
+    start = link.start_process
 
     def start_and_kill(its: Any) -> subprocess.Popen[bytes]:
         process = start(its)
         process.kill()
         return process
 
-    monkeypatch.setattr(engine_client, "_start_process", start_and_kill)
+    monkeypatch.setattr(link, "start_process", start_and_kill)
     with pytest.raises(EngineDeadError, match=r"did not start.*signal 9"):
         Door()
 
@@ -67,7 +67,7 @@ def test_max_model_len_is_what_the_engine_has_room_for() -> None:
         assert output.finished
     finally:
         door.close()
-    assert door.llm.group.engines[0]._client._process.returncode == 0
+    assert door.llm.group.engines[0]._client._link._process.returncode == 0
     assert not door.llm.is_running
 
 
@@ -82,7 +82,7 @@ def test_the_engine_ends_when_its_client_is_gone() -> None:
         "    os._exit(0)\n"
         "asyncio.run(start())\n"
     )
-    source = str(Path(engine_client.__file__).parents[2])
+    source = str(Path(link.__file__).parents[2])
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([source, *filter(None, sys.path)]))
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment

@@ -5,12 +5,23 @@ import random
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.common.batch import Ahead, Batch, Drafted, ScheduledSequence, StepResult, decode, encode
+from quire.common.batch import (
+    Ahead,
+    Batch,
+    Drafted,
+    Draw,
+    DrawnRows,
+    ScheduledSequence,
+    StepResult,
+    decode,
+    encode,
+)
 from quire.common.errors import ConfigError
 from quire.common.faults import Fault, inject
 from quire.config.kv_cache import FullAttentionSpec, KVCacheGroup, LatentSpec, NoCacheSpec, SlidingWindowSpec
 from quire.config.kv_layout import kv_cache_config, with_draft_layers
-from quire.engine.drafting.model_drafts import best_rate
+from quire.engine.drafting.model_drafts import best_rate, draft_odds
+from quire.runner.draft_runner import Reading, with_room_of_rejected
 from quire.text.tokenizer.tokenizer import Tokenizer
 
 from .test_mixed_requests import any_params, any_prompt, told
@@ -136,12 +147,12 @@ def test_a_sequence_that_went_on_for_long_without_drafts_gets_none(same):
     class Reading:
         num_read = 30
 
-    assert model.ahead(Seq, Reading, 1, 3, 0.0) is None
+    assert model.ahead(Seq, Reading, 1, 3, ()) is None
     Reading.num_read = 90
-    assert model.ahead(Seq, Reading, 1, 3, 0.5).unread == tuple(range(90, 100))
-    assert model.ahead(Seq, Reading, 1, 0, 0.5) is None
+    assert model.ahead(Seq, Reading, 1, 3, (0.5,)).unread == tuple(range(90, 100))
+    assert model.ahead(Seq, Reading, 1, 0, (0.5,)) is None
     Seq.num_computed_tokens = 0  # preempted
-    assert model.ahead(Seq, Reading, 9, 0, 0.0).unread == ()
+    assert model.ahead(Seq, Reading, 9, 0, ()).unread == ()
 
 
 def test_a_failure_of_the_draft_model_costs_the_drafts(same, quiet):
@@ -167,6 +178,31 @@ def test_the_number_of_drafts_follows_their_cost():
     assert best_rate(0.9, [1.0, 1.01, 1.02, 1.03])[1] == 3
     assert best_rate(0.5, [1.0, 1.3, 1.6, 1.9])[1] == 1
     assert best_rate(0.1, [1.0, 1.3, 1.6, 1.9]) == (1.0, 0)
+
+
+def test_a_draft_is_worth_its_time_where_those_behind_it_cost_little():
+    assert draft_odds(2.0, [1.0, 1.1, 1.2]) == pytest.approx((0.2, 0.2))
+    assert draft_odds(2.0, [1.0, 1.3, 1.3, 1.1, 1.4]) == pytest.approx((0.2 / 3,) * 3 + (0.6,))
+    assert draft_odds(1.0, [1.0, 0.9]) == (0.0,)
+
+
+def test_it_drafts_until_the_next_draft_is_not_worth_its_time():
+    sequence = ScheduledSequence(1, (5,), 3, (), DrawnRows((Draw(0.0, 0, 1.0, b""),), 0))
+
+    def drafted(ahead: Ahead) -> int:
+        reading = Reading(0, sequence, ahead, 0)
+        return next(count for count, odds in enumerate([0.5] * 9, start=1) if not reading.take(7, odds))
+
+    assert drafted(Ahead(4)) == 4
+    assert drafted(Ahead(8, (), (0.9, 0.5, 0.2, 0.2))) == 3, "what it gave before asking does not matter"
+    assert drafted(Ahead(8, (), (0.9, 0.5, 0.2, 0.2), factor=2.0)) == 8, "the odds are twice as good as they say"
+
+
+def test_rejected_drafts_make_room_for_others():
+    sequence = ScheduledSequence(1, (5, 6, 7, 8), 3, (), DrawnRows((Draw(0.0, 0, 1.0, b""),), 0, 4))
+    for num_more, expected in ((0, 1), (1, 2), (9, 3)):
+        assert with_room_of_rejected(sequence, Ahead(1, num_more=num_more), (6, 9, 9, 9)).num_drafts == expected
+    assert with_room_of_rejected(sequence, Ahead(1, num_more=9), (6, 7, 8, 9)).num_drafts == 1
 
 
 def test_an_adaptive_engine_gives_the_same_and_drafts(same):
@@ -206,7 +242,7 @@ def test_the_plan_counts_the_draft_model(same):
 
 
 def test_what_goes_to_a_draft_model_and_comes_from_it_can_be_sent():
-    scheduled = ScheduledSequence(1, (5, 6), 3, (), ahead=Ahead(3, (7, 8), 0.25))
+    scheduled = ScheduledSequence(1, (5, 6), 3, (), ahead=Ahead(3, (7, 8), (0.25, 0.5)))
     assert decode(encode(Batch(1, (scheduled,))), Batch).sequences[0].ahead == scheduled.ahead
     result = StepResult((4,), drafted={0: Drafted((9, 9), (0.5, 0.25))}, drafting_s=0.125)
     assert decode(encode(result), StepResult) == result

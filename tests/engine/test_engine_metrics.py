@@ -68,8 +68,8 @@ def test_requests_are_measured_only_where_that_was_asked_for() -> None:
 
 def test_every_metric_has_an_explanation(llm: LLM) -> None:
     of_adapters = {name for name in HELP if ":lora_" in name}
-    of_drafts = {name for name in HELP if ":spec_decode_" in name}
-    assert (len(of_adapters), len(of_drafts)) == (5, 4)
+    of_drafts = {name for name in HELP if ":spec_decode_" in name or ":tenant_" in name}
+    assert (len(of_adapters), len(of_drafts)) == (5, 6)
     assert {metric.name for metric in llm.get_metrics()} == set(HELP) - of_adapters - of_drafts
 
 
@@ -78,7 +78,7 @@ def test_drafts_are_counted_by_drafter_under_vllms_names() -> None:
     llm = scripted_llm(disable_log_stats=False, speculative_config=config)[0]
     (plain,) = llm.generate("Hello", SamplingParams(max_tokens=30), use_tqdm=False)
     before = metrics_of(llm)
-    params = SamplingParams(max_tokens=30, prediction=plain.outputs[0].token_ids)
+    params = SamplingParams(max_tokens=30, prediction=plain.outputs[0].token_ids, tenant="acme")
     (output,) = llm.generate("Hello", params, use_tqdm=False)
     found = metrics_of(llm)
     assert output.outputs[0].token_ids == plain.outputs[0].token_ids
@@ -95,3 +95,5 @@ def test_drafts_are_counted_by_drafter_under_vllms_names() -> None:
     assert by_position.values == sorted(by_position.values, reverse=True)
     assert drafts.value >= by_position.values[0]  # type: ignore[attr-defined]
     assert tokens.value >= accepted.value  # type: ignore[attr-defined]
+    of_tenant = [found[f"quire:tenant_{kind}_tokens['acme']"].value for kind in ("draft", "accepted_draft")]  # type: ignore[attr-defined]
+    assert of_tenant == [tokens.value, accepted.value]  # type: ignore[attr-defined]

@@ -151,6 +151,18 @@ def in_float8(number: int) -> Callable[[Path], None]:
     return make
 
 
+def only_tokenizer(name: str, data: bytes) -> Callable[[Path], None]:
+    """The folder then has this file in the place of tokenizer.json."""
+
+    def make(folder: Path) -> None:
+        (folder / "tokenizer.json").unlink()
+        (folder / name).write_bytes(data)
+
+    return make
+
+
+GIB = b"\x80\x80\x80\x80\x04"
+"""The number 2**30 in a file of protocol buffers."""
 NESTED = Typed(gguf_file.ARRAY, [Typed(gguf_file.ARRAY, [Typed(gguf_file.ARRAY, ["a"])])])
 HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "GGUF: a string of a gigabyte": (huge_gguf, "at most 16777216 are allowed"),
@@ -268,6 +280,25 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no numbers in the config": (lambda f: config(f, hidden_size=float("inf")), "hidden_size"),
     "a tokenizer that is none": (lambda f: rewrite(f, "tokenizer.json", b'{"model": null}'), "tokenizer.json"),
+    "a tokenizer that is cut off": (
+        lambda f: rewrite(f, "tokenizer.json", (TINY / "tokenizer.json").read_bytes()[:5000]), "tokenizer.json"
+    ),
+    "SentencePiece: nothing": (only_tokenizer("tokenizer.model", b""), "tokenizer.model.*0 unknown tokens"),
+    "SentencePiece: cut off": (
+        only_tokenizer("tokenizer.model", b"\n\x07\n\x05ab"), "tokenizer.model: field 1 has 7 bytes"
+    ),
+    "SentencePiece: a token of a gigabyte": (
+        only_tokenizer("tokenizer.model", b"\n\x07\n" + GIB + b"a"), "field 1 has 1073741824 bytes"
+    ),
+    "tekken.json: cut off": (only_tokenizer("tekken.json", b'{"config": {"pattern": "'), "tekken.json"),
+    "tekken.json: a billion special tokens": (
+        only_tokenizer("tekken.json", json.dumps({"config": {
+            "pattern": ".", "default_vocab_size": 2**30 + 300, "default_num_special_tokens": 2**30,
+        }, "vocab": []}).encode()), "at most 65536 special ones"
+    ),
+    "tiktoken: a line without a rank": (only_tokenizer("qwen.tiktoken", b"YQ== 0\nYg==\n"), "line 2 is b'Yg=='"),
+    "tiktoken: cut off": (only_tokenizer("qwen.tiktoken", b"YQ== 0\nYg== 1\nYw"), "line 3 is b'Yw'"),
+    "tiktoken: bytes missing": (only_tokenizer("qwen.tiktoken", b"YQ== 0\n"), "no token for the byte 0"),
     "a tokenizer nested deeply": (lambda f: rewrite(f, "tokenizer.json", b"[" * 1_000_000), "tokenizer.json"),
     "a tokenizer of no Unicode": (
         lambda f: rewrite(f, "tokenizer_config.json", b'{"eos_token": "\\ud800"}'), "tokenizer"

@@ -15,6 +15,7 @@ import pytest
 
 from quire.engine.process.messages import Abort, Heartbeat, Ready, Start, ToClient, to_frame
 from quire.interfaces.async_llm.engine_client import EngineClient
+from quire.interfaces.launch.link import ProcessLink
 from tests.clients.served import WAIT_S
 from tests.hostile.target import Target
 
@@ -92,7 +93,7 @@ def test_a_server_that_receives_nonsense_abandons_its_engine(name: str):
         ours, its = socket.socketpair()
         process = subprocess.Popen(["sleep", "600"])
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        client, taken = EngineClient(process, reader, writer, None), list[Any]()
+        client, taken = EngineClient(ProcessLink(process, reader, writer), None), list[Any]()
         with its:
             its.sendall(NONSENSE[name])
             its.shutdown(socket.SHUT_WR)

@@ -212,7 +212,7 @@ CONFIG_KEYS += ["sliding_window", "use_sliding_window", "layer_types", "max_wind
 
 
 @pytest.mark.parametrize("architecture", sorted(MODELS))
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.dictionaries(st.sampled_from(CONFIG_KEYS), json_values, min_size=1, max_size=3))
 def test_no_config_raises_anything_else(architecture: str, tmp_path: Path, changes: dict[str, Any]) -> None:
     fields = FIELDS | {"architectures": [architecture], "use_sliding_window": True, "ffn_dim": 8} | changes

@@ -152,6 +152,19 @@ def test_ten_of_these_architectures_have_no_class_of_their_own() -> None:
     assert len(ARCHITECTURES.keys() - MODELS) >= 10
 
 
+def test_a_head_that_is_the_token_table_may_have_a_bias(save_checkpoint: Any, paged_run: Any) -> None:
+    fields = ARCHITECTURES["CTRLLMHeadModel"] | {"tie_word_embeddings": True, "vocab_size": 96}
+    folder, oracle = save_checkpoint("CTRLLMHeadModel", **fields)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.bias"] = torch.linspace(-3, 3, 96)
+    save_file(tensors, folder / "model.safetensors")
+    oracle.lm_head.bias.data = tensors["lm_head.bias"]
+    config = ModelConfig.resolve(folder)
+    (given,) = prompts(96)[:1]
+    step = paged_run(load_model(config), config, [given]).step([len(given)])
+    assert_same_logits(step[0], oracle_logits(oracle, given, len(given)))
+
+
 def both(folder: Path, **arguments: Any) -> list[ModelConfig]:
     """The config of Quire's own class and of transformers' modules."""
     return [ModelConfig.resolve(folder, model_impl=impl, **arguments) for impl in ("quire", "transformers")]
@@ -187,10 +200,11 @@ def test_weights_of_other_tools_run_as_in_the_native_class(llama: Path, tmp_path
 
 
 @needs_native
+@pytest.mark.parametrize("architecture", ["BitNetForCausalLM", "GraniteSWAForCausalLM"])
 def test_saved_quantized_weights_are_the_ones_quantized_while_loading(
-    save_checkpoint: Any, tmp_path: Path, paged_run: Any
+    architecture: str, save_checkpoint: Any, tmp_path: Path, paged_run: Any
 ) -> None:
-    folder, _ = save_checkpoint("BitNetForCausalLM", vocab_size=96, **ARCHITECTURES["BitNetForCausalLM"])
+    folder, _ = save_checkpoint(architecture, vocab_size=96, **ARCHITECTURES[architecture])
     loaded = ModelConfig.resolve(folder, quantization="int8")
     save_quantized(loaded, tmp_path / "saved", lambda _: None)
     saved = ModelConfig.resolve(tmp_path / "saved")
@@ -277,11 +291,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "other positions": ("RobertaForCausalLM", DECODING_BERT, "counts positions from the padding token's id"),
     "kept to itself": ("NemotronForCausalLM", {}, "is not handed what `forward` was given"),
     "own attention": ("BioGptForCausalLM", {}, "does not let its attention be replaced"),
-    "a tied head's bias": (
-        "CTRLLMHeadModel",
-        {"tie_word_embeddings": True},
-        "is tied to its token table, but has a bias",
-    ),
     "chunks": (
         "CwmForCausalLM",
         {"layer_types": ["full_attention", "chunked_attention"], "sliding_window": 8},

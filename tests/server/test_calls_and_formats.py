@@ -60,11 +60,18 @@ def deepseek(call):
 
 
 XML = "<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n</parameter>\n</function>\n</tool_call>"
+DSML = (
+    '<|DSML|function_calls>\n<|DSML|invoke name="weather">\n<|DSML|parameter name="city" string="true">Bonn'
+    "</|DSML|parameter>\n</|DSML|invoke>\n</|DSML|function_calls>"
+).replace("|", "\uff5c")
 WRITTEN_CALLS = {
+    "apertus": f'<|tools_prefix|>[{{"weather": {BONN}}}]<|tools_suffix|>',
     "cohere_command3": f'<|START_ACTION|>\n[{{"tool_name": "weather", "parameters": {BONN}}}]\n<|END_ACTION|>',
     "cohere_command_r": f'Action: ```json\n[{{"tool_name": "weather", "parameters": {BONN}}}]\n```',
     "deepseek_v3": deepseek(f"function<|tool_sep|>weather\n```json\n{BONN}\n```"),
     "deepseek_v31": deepseek(f"weather<|tool_sep|>{BONN}"),
+    "deepseek_v32": DSML,
+    "deepseek_v4": DSML.replace("function_calls", "tool_calls"),
     "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bonn</arg_value>\n</tool_call>",
     "gpt_oss": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{BONN}",
     "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {BONN}}}]',
@@ -79,6 +86,8 @@ WRITTEN_CALLS = {
     "</minimax:tool_call>",
     "mistral": f'[TOOL_CALLS][{{"name": "weather", "arguments": {BONN}}}]',
     "mistral_v11": f"[TOOL_CALLS]weather[ARGS]{BONN}",
+    "olmo3": '<function_calls>weather(city="Bonn",)</function_calls>',
+    "pythonic": '[weather(city="Bonn",)]',
     "phi4_mini_json": f'<|tool_call|>[{{"name": "weather", "arguments": {BONN}}}]<|/tool_call|>',
     "qwen3_coder": XML,
     "seed_oss": XML.replace("tool_call>", "seed:tool_call>"),

@@ -14,6 +14,13 @@ from .folding import cut, parse
 SCHEMAS = {"f": {"properties": {"text": {"type": "string"}, "number": {"type": ["integer", "null"]}}}}
 WIDE = str.maketrans("|_", "\uff5c\u2581")
 DEEPSEEK = ["<|tool_calls_begin|>", "<|tool_call_begin|>", "<|tool_sep|>", "<|tool_call_end|>", "<|tool_calls_end|>"]
+DSML = [
+    text.replace("|", "\uff5c")
+    for text in (
+        "<|DSML|function_calls>", '<|DSML|invoke name="f">', '<|DSML|parameter name="text" string="',
+        "</|DSML|parameter>", "</|DSML|invoke>", "</|DSML|function_calls>",
+    )
+]  # fmt: skip
 FORMATS = [
     {"tools": TOOL_FORMATS["hermes"]},
     {"tools": TOOL_FORMATS["llama3_json"]},
@@ -33,6 +40,10 @@ FORMATS = [
     {"tools": TOOL_FORMATS["minimax_m2"], "schemas": SCHEMAS},
     {"tools": TOOL_FORMATS["qwen3_coder"], "schemas": SCHEMAS},
     {"reasoning": REASONING_FORMATS["think"], "tools": TOOL_FORMATS["glm45"], "schemas": SCHEMAS},
+    {"tools": TOOL_FORMATS["deepseek_v32"]},
+    {"tools": TOOL_FORMATS["apertus"]},
+    {"tools": TOOL_FORMATS["olmo3"]},
+    {"tools": TOOL_FORMATS["pythonic"]},
     {"forced": ForcedTools()},
     {"forced": ForcedTools("f")},
     {},
@@ -52,6 +63,9 @@ FRAGMENTS = [
     '<parameter name="text">', "</invoke>", "</minimax:tool_call>",
     "<response>", "</response>", "Here is my ", "Here's my thought process:", "response:", "Action: ```json", "```json",
     "```", "<|tool_call|>", "<|/tool_call|>", "function", "True", *(text.translate(WIDE) for text in DEEPSEEK),
+    "<function_calls>", "</function_calls>", "<|python_start|>[", "f(", "text=", "number=", "'", "\\x4", "\\x41", "(",
+    ")", "True", "<|tools_prefix|>[", '{"f": ', "}]<|tools_suffix|>", "string=", '"true">', "<|python_end|>",
+    *DSML,
     "\U0001f600", "\x00", '{"a": [1, {"b": "}]"}]}', "f",
 ]  # fmt: skip
 texts = st.one_of(
@@ -150,6 +164,10 @@ def _cohere(calls):
     return "<|START_ACTION|>[\n" + ",\n".join(made) + "\n]<|END_ACTION|>"
 
 
+def _apertus(calls):
+    return "<|tools_prefix|>[" + ", ".join(f'{{"{name}": {args}}}' for name, args in calls) + "]<|tools_suffix|>"
+
+
 def _in_array(begin, end=""):
     return lambda calls: begin + _mistral(calls).removeprefix("[TOOL_CALLS]") + end
 
@@ -171,6 +189,7 @@ def _forced(calls):
         (_cohere, {"tools": TOOL_FORMATS["cohere_command3"]}),
         (_in_array("Action: ```json\n", "\n```"), {"tools": TOOL_FORMATS["cohere_command_r"]}),
         (_in_array("<tool_calls>", "</tool_calls>"), {"tools": TOOL_FORMATS["hunyuan_a13b"]}),
+        (_apertus, {"tools": TOOL_FORMATS["apertus"]}),
         (_in_array("functools"), {"tools": TOOL_FORMATS["phi4_mini_json"]}),
         (_in_array("<|tool_call|>", "<|/tool_call|>"), {"tools": TOOL_FORMATS["phi4_mini_json"]}),
         (_in_array("<tool_call> "), {"tools": TOOL_FORMATS["granite"]}),
@@ -190,6 +209,84 @@ def test_well_formed_calls_come_out_with_exactly_their_json(write, chosen, calls
     assert answer.calls == calls
     assert _squeezed(answer.content) == _squeezed(before + after)
     assert answer.reasoning == (thought if "reasoning" in chosen else "")
+
+
+python_keys = st.from_regex(r"[a-z_][a-z0-9_]{0,6}", fullmatch=True)
+python_calls = st.lists(st.tuples(names, st.dictionaries(python_keys, json_values, max_size=4)), min_size=1, max_size=3)
+
+
+@pytest.mark.parametrize("as_literal", [repr, json.dumps])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("olmo3", ("<function_calls>", "\n", "</function_calls>")),
+        ("pythonic", ("<|python_start|>[", ", ", "]<|python_end|>")),
+        ("pythonic", ("[", ",", "]")),
+    ],
+)
+@given(python_calls, words, places)
+def test_calls_of_python_come_out_with_what_they_say(name, form, as_literal, calls, after, where):
+    begin, between, end = form
+    made = (
+        f"{name}({', '.join(f'{key} = {as_literal(value)}' for key, value in args.items())})" for name, args in calls
+    )
+    text = begin + between.join(made) + end + after
+    answer = parse(cut(text, where), tools=TOOL_FORMATS[name])
+    assert [(called, json.loads(args)) for called, args in answer.calls] == calls
+    assert _squeezed(answer.content) == _squeezed(after)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pythonic", "[]"),
+        ("pythonic", "[1] says"),
+        ("pythonic", "[link](a)"),
+        ("pythonic", "[f(1)]"),
+        ("olmo3", "<function_calls></function_calls>"),
+        ("olmo3", "<function_calls>f</function_calls>"),
+        ("apertus", "<|tools_prefix|>[1]"),
+        ("deepseek_v32", DSML[0] + DSML[1].replace("f", "")),
+    ],
+)
+def test_what_is_no_call_stays_content(name, text):
+    answer = parse(text, tools=TOOL_FORMATS[name])
+    assert (answer.content, answer.calls) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("said", "arguments"),
+    [
+        (r"""f(a='it\'s "b"\n', b="\x41\u00e9\d\U0001F600")""", {"a": 'it\'s "b"\n', "b": "A\u00e9\\d\U0001f600"}),
+        (r"""f(b='\xzz\u12\U00110000')""", {"b": "\\xzz\\u12\\U00110000"}),
+        (
+            "f(a=[1, 2.5, ], b={'c': None, \"d\": [True, false,],},)",
+            {"a": [1, 2.5], "b": {"c": None, "d": [True, False]}},
+        ),
+        ("f( a = -1 )", {"a": -1}),
+        ("f()", {}),
+    ],
+)
+def test_literals_of_python_are_read_as_python_reads_them(said, arguments):
+    answer = parse(f"[{said}]", tools=TOOL_FORMATS["pythonic"])
+    assert [(name, json.loads(args)) for name, args in answer.calls] == [("f", arguments)]
+
+
+@pytest.mark.parametrize("broken", ["x", "01", "{1: 2}", "{'a' 1}", "[1 2]", "1 2", "[" * 200])
+def test_values_that_are_none_end_the_call(broken):
+    answer = parse(f"[f(a=1, b={broken}) rest", tools=TOOL_FORMATS["pythonic"])
+    ((name, args),) = answer.calls
+    assert name == "f"
+    assert args.startswith('{"a": 1, "b": ')
+    assert answer.content.endswith(") rest")
+
+
+def test_deepseek_says_whether_a_value_is_a_text():
+    begin, call, key, end_key, end_call, end = DSML
+    text = f'{begin}\n{call}\n{key}true">5{end_key}\n{key.replace("text", "b")}false">[5]{end_key}\n{end_call}\n{end}'
+    answer = parse(text, tools=TOOL_FORMATS["deepseek_v32"])
+    assert [(name, json.loads(args)) for name, args in answer.calls] == [("f", {"text": "5", "b": [5]})]
+    assert answer.content == ""
 
 
 @given(calls, st.sampled_from([_hermes, _llama, _mistral_named, _harmony, _deepseek_v3, _forced]), formats, st.data())

@@ -222,6 +222,11 @@ def test_ids_are_long_and_new():
         ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
         ("<|start_header_id|>{{ '<|python_tag|>' }}", "llama3_json"),
         ('<|start_header_id|> Respond with {"name": ..., "parameters": ...}', "llama3_json"),
+        ("<functions>{{ tools }}</functions> <function_calls></function_calls>", "olmo3"),
+        ("<\uff5cDSML\uff5cfunction_calls>", "deepseek_v32"),
+        ("<\uff5cDSML\uff5ctool_calls>", "deepseek_v4"),
+        ("{{ '<|tools_prefix|>' }}", "apertus"),
+        ("{{ '<|python_start|>' }}", "pythonic"),
         ("{{ messages }}", None),
         (None, None),
     ],
@@ -253,7 +258,8 @@ def test_wrong_tool_formats_are_refused():
 def test_tags_that_are_special_tokens_must_be_shown():
     assert shows_special_tokens(None, MISTRAL, {"[TOOL_CALLS]", "</s>"})
     assert shows_special_tokens(THINK, None, {"</think>"})
-    assert not shows_special_tokens(THINK, HERMES, {"[TOOL_CALLS]"})
+    assert shows_special_tokens(None, TOOL_FORMATS["deepseek_v32"], {"\uff5cDSML\uff5c"})
+    assert not shows_special_tokens(THINK, HERMES, {"[TOOL_CALLS]", ""})
     assert not shows_special_tokens(None, None, {"</s>"})
 
 

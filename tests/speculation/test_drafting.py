@@ -7,7 +7,7 @@ import pytest
 
 from quire.common.batch import Draw, DrawnRows
 from quire.config.speculative import SpeculativeConfig
-from quire.engine.drafting.drafting import Drafting
+from quire.engine.drafting.drafting import OTHER_TENANTS, Drafting
 from quire.engine.drafting.lookup import NO_DRAFT, Draft
 from quire.engine.requests.sequence import SequenceGroup
 from tests.engine.fake import FunctionDrafter, Harness, expected_output
@@ -46,15 +46,28 @@ def test_of_several_drafts_the_one_that_promises_most_is_verified() -> None:
     assert propose(drafting, group) == [(4, 5)]
     num_wrong = 0
     while propose(drafting, group)[0][0] == 4:
-        drafting.observe(group.seqs[0], 2, 0)
+        drafting.observe(group, group.seqs[0], 2, 0)
         group.seqs[0].drafting.pause = 0
         num_wrong += 1
     assert 1 < num_wrong < 6, "then the other one is not as reliable as it says"
     counts = drafting.stats["high"]
     assert (counts.num_drafts, counts.num_tokens, counts.num_accepted) == (num_wrong, 2 * num_wrong, 0)
-    drafting.observe(group.seqs[0], 3, 2)
+    drafting.observe(group, group.seqs[0], 3, 2)
     assert drafting.stats["low"].num_accepted_at[:3] == [1, 1, 0]
     assert drafting.stats["high"].copy() == counts
+
+
+def test_drafts_are_counted_for_a_bounded_number_of_tenants() -> None:
+    drafting, group = drafting_of(Scripted("one", Draft((1, 2), (0.9, 0.9)))), request()
+    propose(drafting, group)
+    for number in range(70):
+        group.tenant = f"tenant {number}"
+        drafting.observe(group, group.seqs[0], 2, 1)
+    group.tenant = "tenant 3"
+    drafting.observe(group, group.seqs[0], 2, 2)
+    counts = {name: (of.num_tokens, of.num_accepted) for name, of in drafting.tenant_stats.items()}
+    assert len(counts) == 65
+    assert (counts["tenant 3"], counts["tenant 63"], counts[OTHER_TENANTS]) == ((4, 3), (2, 1), (12, 6))
 
 
 def test_what_was_learned_of_one_request_is_expected_of_the_next_and_forgotten_in_time() -> None:
@@ -64,7 +77,7 @@ def test_what_was_learned_of_one_request_is_expected_of_the_next_and_forgotten_i
         group = request()
         propose(drafting, group)
         if group.seqs[0].drafting.odds:
-            drafting.observe(group.seqs[0], 8, 0)
+            drafting.observe(group, group.seqs[0], 8, 0)
     assert propose(drafting, request()) == [()]
     for _ in range(4000):
         (token_ids,) = propose(drafting, request())
@@ -79,12 +92,12 @@ def test_wrong_drafts_make_a_sequence_pause_longer_and_a_right_one_ends_that() -
     pauses = []
     for _ in range(7):
         propose(drafting, group)
-        drafting.observe(group.seqs[0], 1, 0)
+        drafting.observe(group, group.seqs[0], 1, 0)
         pauses.append(group.seqs[0].drafting.pause)
         group.seqs[0].drafting.pause = 0
     assert pauses == [0, 1, 3, 7, 15, 16, 16]
-    drafting.observe(group.seqs[0], 1, 1)
-    drafting.observe(group.seqs[0], 1, 0)
+    drafting.observe(group, group.seqs[0], 1, 1)
+    drafting.observe(group, group.seqs[0], 1, 0)
     assert group.seqs[0].drafting.pause == 0
 
 
@@ -101,7 +114,7 @@ def test_without_adaptation_every_draft_is_verified_in_every_step() -> None:
     drafting, groups = drafting_of(drafter, is_adaptive=False, num_speculative_tokens=2), [request(), request()]
     for _ in range(20):
         assert propose(drafting, *groups) == [(1, 2), (1, 2)]
-        drafting.observe(groups[0].seqs[0], 2, 0)
+        drafting.observe(groups[0], groups[0].seqs[0], 2, 0)
     assert propose(drafting, *groups, most=3) == [(1, 2), (1,)]
 
 
@@ -206,7 +219,7 @@ def test_drafts_are_accepted_where_nothing_learns_of_them() -> None:
 
 
 def test_of_a_sequence_without_drafts_nothing_is_learned() -> None:
-    drafting = drafting_of(Scripted("a", NO_DRAFT))
-    drafting.observe(request().seqs[0], 2, 1)
+    drafting, group = drafting_of(Scripted("a", NO_DRAFT)), request()
+    drafting.observe(group, group.seqs[0], 2, 1)
     assert drafting.stats["a"].num_drafts == 0
     assert not drafting.num_errors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,29 @@ def test_a_head_that_adapts_drafts_and_changes_nothing(tmp_path: Path) -> None:
     assert not llm.engine.scheduler.drafting.num_errors
 
 
+@pytest.mark.parametrize("format_name", ["eagle", "eagle3"])
+def test_recorded_passes_of_a_head_draft_the_same_bits(
+    format_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As passes whose kernels are called one at a time."""
+
+    def counted(run: Callable[[Any], Any], calls: list[int], sequences: Any) -> Any:
+        calls.append(len(sequences))
+        return run(sequences)
+
+    make_head, write_head = FORMATS[format_name]
+    head, found = write_head(tmp_path, make_head()), list[Any]()
+    for can_record in (False, True):
+        llm, recorded = make(head), list[int]()
+        passes = llm.engine.executor._drafts  # type: ignore[attr-defined]
+        for each in (passes._of_model, passes._of_itself):
+            monkeypatch.setattr(each, "_can_record", can_record)
+            monkeypatch.setattr(each._graphs, "last_logits", partial(counted, each._graphs.last_logits, recorded))
+        found.append([drafted(llm, numbers(seed, 20)) for seed in (1, 2)])
+        assert len(recorded) > 20 if can_record else not recorded
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("plant", ["a rejected row", "another token", "another state"])
 def test_planted_bugs_are_seen(plant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accepted = head_runner.accepted_tokens
@@ -144,8 +168,8 @@ def test_planted_bugs_are_seen(plant: str, tmp_path: Path, monkeypatch: pytest.M
         return token_ids, history
 
     if plant == "another state":
-        states_of = head_runner.HeadRunner._states_of
-        monkeypatch.setattr(head_runner.HeadRunner, "_states_of", lambda self, rows: states_of(self, rows * 0))
+        point_at = head_runner.HeadRunner._point_at
+        monkeypatch.setattr(head_runner.HeadRunner, "_point_at", lambda self, rows: point_at(self, [0] * len(rows)))
     monkeypatch.setattr(head_runner, "accepted_tokens", planted)
     head = heads.eagle()
     with pytest.raises(AssertionError):

@@ -7,6 +7,7 @@ import pytest
 from quire.engine.drafting.lengths import best_lengths, first_lengths, least_odds
 from quire.engine.drafting.row_times import RowTimes
 from quire.engine.drafting.search_time import SearchTime
+from quire.engine.drafting.trust import Trust
 
 
 def test_drafts_that_cost_nothing_are_all_verified() -> None:
@@ -54,6 +55,19 @@ def test_the_least_odds_are_what_a_row_costs() -> None:
     assert least_odds(8, 8, lambda n: 8.0 + n) == pytest.approx(1.0)
     assert least_odds(8, 8, lambda n: 1.0 if n != 1 else 1.5) == 0.0, "eight rows cost nothing"
     assert least_odds(2, 2, lambda n: 1.0 - 0.01 * n) == 0.0
+
+
+def test_odds_that_say_too_little_are_corrected_too() -> None:
+    trust, general = Trust(), Trust()
+    for _ in range(20):
+        trust.observe((0.5, 0.5), 2)
+    assert trust.factor(1.0) == pytest.approx(42 / 22)
+    for _ in range(200):
+        trust.observe((0.25,), 1)
+    assert trust.factor(1.0) == 2.0, "at most"
+    trust.observe((1.0,) * 2, 0)
+    general.observe((1.0,) * 2, 0)
+    assert general.factor(1.0) < 1.0 < trust.factor(1.0)
 
 
 def test_nothing_is_known_at_first_but_that_rows_cost_little() -> None:

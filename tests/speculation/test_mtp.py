@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire import LLM
-from quire.config.checkpoint.draft_heads import resolve_head
+from quire.cli import main
+from quire.config.checkpoint.draft_heads import has_mtp_layer, resolve_head
 from quire.config.model import ModelConfig
 from tests.models.conftest import make_checkpoint
 from tests.models.latent import LATENT
@@ -118,3 +120,28 @@ def test_a_head_is_found_in_the_models_checkpoint_or_not_at_all(tmp_path: Path) 
     assert found.head is not None
     assert (found.head.format.method, found.head.has_table, found.head.has_head) == ("mtp", False, False)
     assert resolve_head(ModelConfig.resolve(None), None, None) is None
+
+
+def test_commands_name_a_layer_that_is_there_and_unused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a quantized model drafts with the one of its original."""
+    head, folder = mtp("qwen"), shutil.copytree(heads.TINY, tmp_path / "model")
+    save_file(heads.load_tiny() | renamed(head.tensors, MTP_NAMES["qwen"]), folder / "model.safetensors")
+    small = ["--max-model-len", "128", "--num-gpu-blocks-override", "60"]
+    assert main(["plan", str(folder), *small]) == 0
+    assert "a layer for multi-token prediction, to draft by --speculative-config" in capsys.readouterr().out
+    assert main(["plan", str(folder), *small, "--speculative-config", '{"method": "mtp"}']) == 0
+    assert f"by the mtp head of {folder}" in (told := capsys.readouterr().out)
+    assert "unused" not in told
+    for path, has_layer in ((folder, True), (heads.TINY, False)):
+        assert main(["plan", str(path), *small, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["has_unused_mtp_layer"] is has_layer
+    assert main(["quantize", str(folder), str(tmp_path / "int8"), "--quantization", "int8"]) == 0
+    assert f'--speculative-config \'{{"method": "mtp", "model": "{folder}"}}\'' in capsys.readouterr().out
+    assert main(["plan", str(tmp_path / "int8"), *small, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["has_unused_mtp_layer"] is False
+    config = {"method": "mtp", "model": str(folder), "num_speculative_tokens": 3, "adaptive": False}
+    llm = LLM(str(tmp_path / "int8"), speculative_config=config, **SETTINGS)
+    assert len(drafted(llm, numbers(1, 9))) > 3
+    model = ModelConfig.resolve(str(folder))
+    assert has_mtp_layer(model)
+    assert not has_mtp_layer(dataclasses.replace(model, runner="pooling"))

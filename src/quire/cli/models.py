@@ -1,4 +1,4 @@
-"""List the architectures that Quire runs, by their names in config.json."""
+"""List the architectures that Quire runs, by their names in config.json, and the heads that may draft for them."""
 
 import argparse
 import json
@@ -6,11 +6,12 @@ import json
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object per architecture")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per architecture or head")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print each architecture, what it is, in which formats it runs, and how fast."""
+    """Print each architecture, what it is, in which formats it runs, and how fast; and each kind of draft head."""
+    from quire.config.checkpoint.draft_heads import HEADS
     from quire.models.registry import described_models  # loads torch
 
     models = list(described_models())
@@ -22,4 +23,8 @@ def run(options: argparse.Namespace) -> int:
     if not options.json:
         for kind in sorted({kind for _, _, kind in models}, key=lambda kind: kind.name):
             print(f"\n{kind.name}: weights in {kind.formats}\n    share of the limit: {kind.share}")
+        print("\ndraft heads, by method of speculative_config:")
+    for method, (text, needs) in HEADS.items():
+        row = {"draft_head": method, "description": text, "needs": needs}
+        print(json.dumps(row) if options.json else f"    {method:8}{text}\n{'':12}needs {needs}")
     return 0

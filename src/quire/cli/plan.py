@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from quire.cli.arguments.options import add_engine_arguments, engine_kwargs
 from quire.common.errors import ConfigError
 from quire.config.args import EngineArgs
+from quire.config.checkpoint.draft_heads import has_mtp_layer
 
 if TYPE_CHECKING:
     from quire.interfaces.simulate.fleet.search import FleetPoint
@@ -52,7 +53,15 @@ def run(options: argparse.Namespace) -> int:
     if options.fleet is not None:
         return _plan_fleet(options)
     plan = plan_memory(EngineArgs(**engine_kwargs(options)))
-    print(json.dumps(plan.to_dict()) if options.json else plan)
+    has_unused = plan.config.draft is None and has_mtp_layer(plan.config.model)
+    if options.json:
+        print(json.dumps(plan.to_dict() | {"has_unused_mtp_layer": has_unused}))
+        return 0
+    print(plan)
+    if has_unused:
+        print(
+            """unused      a layer for multi-token prediction, to draft by --speculative-config '{"method": "mtp"}'"""
+        )
     return 0
 
 

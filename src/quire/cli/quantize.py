@@ -2,10 +2,12 @@
 
 MODEL may be quantized by another tool, as GGUF files and checkpoints of GPTQ are: its weights are expanded and
 quantized again. OUT becomes a folder in Hugging Face layout that only Quire can read: `quire chat --model OUT`.
-Loading the original checkpoint with --quantization gives the same weights, but quantizes them at every start.
+Loading the original checkpoint with --quantization gives the same weights, but quantizes them at every start. A layer
+for multi-token prediction stays in the original checkpoint, which can be named as the one that drafts.
 """
 
 import argparse
+import json
 from pathlib import Path
 
 from quire.common.arguments.options import json_object
@@ -28,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the folder and print the size of its weights."""
+    from quire.config.checkpoint.draft_heads import has_mtp_layer
     from quire.config.machine import format_bytes
     from quire.models.weights.loader import weight_bytes  # loads torch
     from quire.models.weights.saving import save_quantized
@@ -48,4 +51,7 @@ def run(options: argparse.Namespace) -> int:
         lambda folder: write_tokenizer_files(read_gguf_tokenizer(config.tokenizer_path), folder),
     )
     print(f"{options.out}: {format_bytes(weight_bytes(config))} of {config.quantization} weights")
+    if has_mtp_layer(config):
+        drafts = json.dumps({"method": "mtp", "model": options.model})
+        print(f"without the layer for multi-token prediction: to draft with it, add --speculative-config '{drafts}'")
     return 0

@@ -160,10 +160,15 @@ class Ahead(msgspec.Struct, frozen=True, gc=False):
     """Tokens to draft behind the one that is drawn. The block tables have room for them behind `end`."""
     unread: tuple[int, ...] = ()
     """The tokens before the step's that it has not read yet."""
-    least_odds: float = 0.0
-    """It drafts no more once all its drafts are less probable to be right than this."""
+    least_odds: tuple[float, ...] = ()
+    """For each draft, the probability that it and all before it must have to be right, else it drafts no more; 0 for
+    those that have none here."""
     following: int | None = None
     """The token behind the step's where it is known, since it is the prompt's."""
+    factor: float = 1.0
+    """What its odds are multiplied with, since they say too little or too much."""
+    num_more: int = 0
+    """Tokens that it may draft beyond `num_drafts`, one for each draft of the step that is rejected."""
 
 
 class Drafted(NamedTuple):

@@ -206,6 +206,8 @@ class EngineStats:
     """By name, the LoRA adapters that were used."""
     drafts: dict[str, DraftStats] = field(default_factory=dict)
     """By drafter, if any of its drafts was verified."""
+    tenant_drafts: dict[str, DraftStats] = field(default_factory=dict)
+    """The same by tenant: of the first ones of each engine, and of all others together."""
 
     def __add__(self, other: EngineStats) -> EngineStats:
         """The statistics of two engines together."""

@@ -20,7 +20,7 @@ from quire.config.checkpoint.draft_heads import resolve_head, verifier_of
 from quire.config.lora import LoRAConfig
 from quire.config.machine import parse_bytes
 from quire.config.model import ModelConfig
-from quire.config.parallel import ParallelConfig, parse_cpu_list
+from quire.config.parallel import BACKENDS, ParallelConfig, parse_cpu_list
 from quire.config.scheduler import SchedulerConfig
 from quire.config.speculative import AUTOMATIC, SpeculativeConfig
 
@@ -153,6 +153,14 @@ class EngineArgs(metaclass=_NamesChecked):
     data_parallel_size: int = arg(
         1, "engines, each in a process of its own with its share of CPUs and memory, among which requests are spread"
     )
+    distributed_executor_backend: str | None = arg(
+        None, "where engines run: mp (processes of this machine) or ray (actors of a Ray cluster, quire[ray]); none: mp"
+    )
+    ray_address: str | None = arg(
+        None,
+        "Ray cluster, as HOST:PORT, auto (the one that runs on this machine) or local (one is started for this "
+        "process alone); none: RAY_ADDRESS, or else local",
+    )
     tensor_parallel_size: int = arg(1, "only 1 is supported")
     num_threads: int | None = arg(None, "threads of the kernels; none: the number that the CPU set and quota allow")
     cpu_list: str | None = arg(None, "CPUs, as in 0,2-3, each with one thread pinned to it; none: no pinning")
@@ -232,6 +240,7 @@ class EngineArgs(metaclass=_NamesChecked):
                 self.tensor_parallel_size,
                 data_parallel_size=self.data_parallel_size,
                 cpus=() if self.cpu_list is None else parse_cpu_list(self.cpu_list),
+                backend=self._backend(),
             ),
             seed=self.seed,
             max_logprobs=self._max_logprobs(),
@@ -316,6 +325,18 @@ class EngineArgs(metaclass=_NamesChecked):
         if not 0 <= self.swap_space < 2**33:  # 2**63 bytes
             raise ConfigError(f"swap_space={self.swap_space}: must be a number of GiB, 0 or more")
         return int(self.swap_space * 1024**3)
+
+    def _backend(self) -> str:
+        """Where engines run. Raises ConfigError for an unknown place, and for an address that would not be used."""
+        backend = check_choice("distributed_executor_backend", self.distributed_executor_backend or "mp", BACKENDS)
+        if self.ray_address is not None and backend != "ray":
+            raise ConfigError(f"ray_address={self.ray_address!r} requires distributed_executor_backend='ray'")
+        return backend
+
+    @property
+    def has_own_processes(self) -> bool:
+        """Whether the engines always run in processes of their own."""
+        return self.data_parallel_size > 1 or self.distributed_executor_backend == "ray"
 
     @property
     def fits_model_len(self) -> bool:

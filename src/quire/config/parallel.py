@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from quire.common.errors import ConfigError
 
 MAX_ENGINES = 1024
+BACKENDS = ("mp", "uni", "ray")
+"""Where engines run: processes of this machine, which vLLM's `uni` means too, or actors of a Ray cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,8 @@ class ParallelConfig:
     """Which executor runs the batches; see quire.runner.executor."""
     cpus: tuple[int, ...] = ()
     """CPUs that each get one thread pinned to them; if empty, `num_threads` threads run unpinned."""
+    backend: str = "mp"
+    """Where engines run, one of BACKENDS."""
 
     def __post_init__(self) -> None:
         if self.num_threads is not None and self.num_threads < 1:

@@ -120,6 +120,10 @@ _DRAFTS: Mapping[str, tuple[str, Callable[[DraftStats], int]]] = {
     "vllm:spec_decode_num_draft_tokens": ("Drafts that were verified", lambda d: d.num_tokens),
     "vllm:spec_decode_num_accepted_tokens": ("Drafts that were right", lambda d: d.num_accepted),
 }
+_TENANT_DRAFTS: Mapping[str, tuple[str, Callable[[DraftStats], int]]] = {
+    "quire:tenant_draft_tokens": ("Drafts that were verified, by tenant", lambda d: d.num_tokens),
+    "quire:tenant_accepted_draft_tokens": ("Drafts that were right, by tenant", lambda d: d.num_accepted),
+}
 _DRAFTS_BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
@@ -288,6 +292,11 @@ class EngineMetrics:
         for name, (_, count) in _DRAFTS.items():
             by_drafter = [(labels, {key: count(drafts) for key, drafts in of.drafts.items()}) for labels, of in engines]
             yield from _split(Counter, name, "drafter", by_drafter)
+        for name, (_, count) in _TENANT_DRAFTS.items():
+            by_tenant = [
+                (labels, {key: count(drafts) for key, drafts in of.tenant_drafts.items()}) for labels, of in engines
+            ]
+            yield from _split(Counter, name, "tenant", by_tenant)
         for labels, of in engines:
             for drafter, drafts in of.drafts.items():
                 yield Vector(_DRAFTS_BY_POSITION, labels | {"drafter": drafter}, drafts.num_accepted_at)
@@ -321,7 +330,7 @@ def _without_prefix(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
 
 HELP: Mapping[str, str] = {
     **{name: text for table in (_GAUGES, _COUNTERS) for name, (text, _) in table.items()},
-    **{name: text for table in (_ADAPTERS, _DRAFTS) for name, (text, *_) in table.items()},
+    **{name: text for table in (_ADAPTERS, _DRAFTS, _TENANT_DRAFTS) for name, (text, *_) in table.items()},
     _DRAFTS_BY_POSITION: "Drafts that were right, by position among the drafts of a sequence, from 0",
     "vllm:lora_requests_info": "LoRA adapters of unfinished requests in the labels; the value is the time",
     **{f"vllm:{name}": text for name, (text, _) in _HISTOGRAMS.items()},

@@ -11,7 +11,8 @@ def engine_stats(
 ) -> EngineStats:
     """The statistics now. `num_held` requests wait for their grammars and are not in a queue of the scheduler."""
     requests, prefix = scheduler.requests, blocks.stats
-    drafts = {} if committer.drafting is None else committer.drafting.stats
+    drafting = committer.drafting
+    drafts, tenant_drafts = ({}, {}) if drafting is None else (drafting.stats, drafting.tenant_stats)
     return EngineStats(
         num_running=len(requests.running),
         num_waiting=requests.num_waiting + num_held,
@@ -30,4 +31,5 @@ def engine_stats(
         prefix_cache=prefix.to_dict(),
         adapters=scheduler.adapters.stats(),
         drafts={name: counts.copy() for name, counts in drafts.items() if counts.num_drafts},
+        tenant_drafts={name: counts.copy() for name, counts in tenant_drafts.items()},
     )

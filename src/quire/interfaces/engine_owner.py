@@ -19,7 +19,7 @@ from quire.text.tokenizer.tokenizer import Tokenizer
 
 
 def _make_engine(args: EngineArgs) -> LLMEngine | EngineProcesses:
-    return LLMEngine.from_args(args) if args.data_parallel_size == 1 else EngineProcesses(args)
+    return EngineProcesses(args) if args.has_own_processes else LLMEngine.from_args(args)
 
 
 class EngineOwner:
@@ -33,9 +33,9 @@ class EngineOwner:
         **kwargs: Any,
     ) -> None:
         args = EngineArgs(model=model if model is None else str(model), **kwargs)
-        if args.data_parallel_size > 1 and logits_processors:
+        if args.has_own_processes and logits_processors:
             raise ConfigError(
-                "logits_processors cannot be sent to engines in other processes: use data_parallel_size=1"
+                "logits_processors cannot be sent to engines in other processes: use data_parallel_size=1, and no Ray"
             )
         self._engine = _make_engine(args)
         self._processors = EngineProcessors(logits_processors or (), self._engine.config)

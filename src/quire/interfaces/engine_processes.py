@@ -69,8 +69,8 @@ class EngineProcesses:
         return self._llm.pooler
 
     @property
-    def pids(self) -> list[int]:
-        """Process ids of the engines."""
+    def pids(self) -> list[int | None]:
+        """Process ids of the engines; None on another machine."""
         return self._llm.group.pids
 
     def add_request(

@@ -1,6 +1,7 @@
 """Decode steps, recorded once for each number of sequences and rows, with and without adapters, then replayed.
 
-In a decode step each sequence runs the tokens whose successors it draws: its newest token, and drafts behind it.
+In a decode step each sequence runs the tokens whose successors it draws: its newest token, and drafts behind it. Passes
+of what drafts are recorded too, of which the last row of each sequence is read, or none.
 """
 
 from collections import OrderedDict
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +18,6 @@ from torch import Tensor
 from quire import kernels
 from quire.common.batch import BlockIds, ScheduledSequence
 from quire.kernels.backends.reference_backend import TorchThreads
-from quire.models.base import CausalLM
 from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerCache
 from quire.runner.row_layout import RowLayout, row_layout
 
@@ -26,11 +27,29 @@ MAX_RECORDINGS = 512
 """Recordings that are kept, the last used ones, since drafts make many combinations of sequences and rows."""
 
 
+class Recordable(Protocol):
+    """A CausalLM, or what computes as one."""
+
+    @property
+    def can_record(self) -> bool:
+        """As of Model."""
+
+    @property
+    def needs_torch(self) -> bool:
+        """As of Model."""
+
+    def __call__(self, batch: BatchTensors, kv: Sequence[LayerCache]) -> Any:
+        """As `Model.forward`."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """As of CausalLM."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     graph: kernels.KernelGraph
-    logits: Tensor
-    """[num_rows, vocab] float32, where a replay writes them. The memory is shared with other computations."""
+    logits: Tensor | None
+    """[num_logits, vocab] float32, where a replay writes them. The memory is shared with other computations."""
 
 
 class DecodeGraphs:
@@ -39,7 +58,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: Recordable,
         kv: Sequence[LayerCache],
         block_size: int,
         max_blocks: int,
@@ -54,14 +73,15 @@ class DecodeGraphs:
         num_groups = 1 + max(layer.group for layer in kv)
         self._token_ids = np.zeros(MAX_ROWS, np.int64)
         self._positions = np.zeros(MAX_ROWS, np.int64)
-        self._rows = np.arange(MAX_ROWS)
+        self._every_row = np.arange(MAX_ROWS)
+        self._some_rows = np.zeros(MAX_ROWS, np.int64)
         self._query_start = np.zeros(MAX_ROWS + 1, np.int32)
         self._seq_lens = np.zeros(MAX_ROWS, np.int32)
         self._adapters = np.full(MAX_ROWS, -1, np.int64)
         self._slots = np.zeros((num_groups, MAX_ROWS), np.int64)
         self._block_tables = np.zeros((num_groups, MAX_ROWS, max_blocks), np.int32)
         self._known_tables: list[list[BlockIds | None]] = [[None] * MAX_ROWS for _ in range(num_groups)]
-        self._recorded: OrderedDict[tuple[int, int, bool], _Recorded] = OrderedDict()
+        self._recorded: OrderedDict[tuple[int, int, bool, int | None], _Recorded] = OrderedDict()
 
     def can_replay(self, sequences: Sequence[ScheduledSequence]) -> bool:
         """Whether backend and model can be recorded, and this is a decode step that is small enough."""
@@ -69,9 +89,27 @@ class DecodeGraphs:
 
     def logits(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
         """[num_rows, vocab] float32, valid until the next step."""
+        logits = self._replayed(sequences, row_layout(sequences), None)
+        assert logits is not None
+        return logits
+
+    def last_logits(self, sequences: Sequence[ScheduledSequence]) -> Tensor | None:
+        """[num_drawn, vocab] float32: of the last row of each sequence that draws, valid until the next step; None if
+        none does. The sequences may have any rows, MAX_ROWS in all."""
         layout = row_layout(sequences)
+        ends = zip(sequences, layout.query_start[1:].tolist(), strict=True)
+        rows = [end - 1 for s, end in ends if s.drawn is not None]
+        if len(rows) == len(layout.token_ids):
+            return self._replayed(sequences, layout, None)
+        self._some_rows[: len(rows)] = rows
+        return self._replayed(sequences, layout, len(rows))
+
+    def _replayed(
+        self, sequences: Sequence[ScheduledSequence], layout: RowLayout, num_logits: int | None
+    ) -> Tensor | None:
+        """The logits of the first `num_logits` of `_some_rows`, or of every row."""
         self._fill(sequences, layout)
-        shape = len(sequences), len(layout.token_ids), layout.adapters is not None
+        shape = len(sequences), len(layout.token_ids), layout.adapters is not None, num_logits
         recorded = self._recorded.get(shape)
         if recorded is None:
             recorded = self._recorded[shape] = self._record(*shape)
@@ -100,15 +138,19 @@ class DecodeGraphs:
                     known[place] = table
             self._slots[group, :num_rows] = layout.slots(tables, self._block_size)
 
-    def _record(self, num_seqs: int, num_rows: int, has_adapters: bool) -> _Recorded:
+    def _record(self, num_seqs: int, num_rows: int, has_adapters: bool, num_logits: int | None) -> _Recorded:
         """Run the step, and keep what it ran."""
-        graph = self._backend.graph()
+        graph, logits = self._backend.graph(), None
         with self._workspace.recording(), graph.record(with_torch=self._model.needs_torch):
-            hidden = self._model(self._tensors(num_seqs, num_rows, has_adapters), self._kv)  # [num_rows, hidden]
-            logits = self._model.compute_logits(hidden)
-        return _Recorded(graph, kernels.borrowed(logits))
+            tensors = self._tensors(num_seqs, num_rows, has_adapters, num_logits)
+            hidden = self._model(tensors, self._kv)  # [num_rows, hidden]
+            if num_logits is not None:
+                hidden = kernels.embedding(tensors.logit_rows, hidden)
+            if len(hidden):
+                logits = kernels.borrowed(self._model.compute_logits(hidden))
+        return _Recorded(graph, logits)
 
-    def _tensors(self, num_seqs: int, num_rows: int, has_adapters: bool) -> BatchTensors:
+    def _tensors(self, num_seqs: int, num_rows: int, has_adapters: bool, num_logits: int | None) -> BatchTensors:
         def first(array: np.ndarray, count: int) -> Tensor:
             return torch.from_numpy(array[:count])
 
@@ -121,7 +163,7 @@ class DecodeGraphs:
                 GroupTensors(first(slots, num_rows), first(tables, num_seqs))
                 for slots, tables in zip(self._slots, self._block_tables, strict=True)
             ),
-            logit_rows=first(self._rows, num_rows),
+            logit_rows=first(self._every_row, num_rows) if num_logits is None else first(self._some_rows, num_logits),
             adapters=first(self._adapters, num_rows) if has_adapters else None,
         )
 

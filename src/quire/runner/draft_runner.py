@@ -24,9 +24,8 @@ from quire.common.batch import (
 )
 from quire.common.faults import fault_point
 from quire.common.log import logger
-from quire.models.base import CausalLM
 from quire.models.layers.batch_tensors import LayerCache
-from quire.runner.decode_graphs import MAX_ROWS, DecodeGraphs
+from quire.runner.decode_graphs import MAX_ROWS, DecodeGraphs, Recordable
 from quire.runner.model_runner import build_tensors
 from quire.runner.sampling.sampler import Sampler
 
@@ -43,7 +42,7 @@ class Reading:
     """The tokens of the next pass; `drawn` is the last row, or None if nothing is drafted."""
     ahead: Ahead
     row: int
-    """The first of its rows in the model's step, or later in the pass before."""
+    """The first of its rows in the model's step, or later its place among those that drew in the pass before."""
     token_ids: list[int] = field(default_factory=list)
     odds: list[float] = field(default_factory=list)
     probability: float = 1.0
@@ -52,12 +51,44 @@ class Reading:
         """Draft a token. Returns whether another one is wanted."""
         self.token_ids.append(token_id)
         self.odds.append(odds)
-        self.probability *= odds
+        self.probability *= min(1.0, odds * self.ahead.factor)
         drawn, end = self.sequence.drawn, self.sequence.end
         assert drawn is not None
         history = None if drawn.history is None else _longer(drawn.history, token_id)
         self.sequence = replace(self.sequence, token_ids=(token_id,), start=end, drawn=replace(drawn, history=history))
-        return len(self.token_ids) < self.ahead.num_drafts and self.probability >= self.ahead.least_odds
+        count, least = len(self.token_ids), self.ahead.least_odds
+        return count < self.ahead.num_drafts and (count >= len(least) or self.probability >= least[count])
+
+
+class Passes:
+    """Passes of what drafts: recorded where they are short."""
+
+    def __init__(
+        self,
+        model: Recordable,
+        kv: Sequence[LayerCache],
+        block_size: int,
+        max_len: int,
+        backend: kernels.Backend,
+        workspace: kernels.Workspace,
+    ) -> None:
+        """`max_len` is that of the model that is drafted for."""
+        self._model, self._kv, self._block_size, self._workspace = model, kv, block_size, workspace
+        self._graphs = DecodeGraphs(model, kv, block_size, -(-max_len // block_size), workspace)
+        self._can_record = backend.can_record and model.can_record
+
+    def logits(self, sequences: Sequence[ScheduledSequence]) -> Tensor | None:
+        """[num_drawn, vocab] float32, valid until the next pass: of the last row of each sequence that draws; None if
+        none does."""
+        lens = [len(s.token_ids) for s in sequences]
+        with self._workspace:
+            if self._can_record and max(lens) <= _LONGEST_RECORDED and sum(lens) <= MAX_ROWS:
+                return self._graphs.last_logits(sequences)
+            tensors = build_tensors(sequences, self._block_size)
+            hidden = self._model(tensors, self._kv)
+            if not len(tensors.logit_rows):
+                return None
+            return self._model.compute_logits(kernels.embedding(tensors.logit_rows, hidden))
 
 
 class DraftRunner:
@@ -69,23 +100,11 @@ class DraftRunner:
     and no adapters.
     """
 
-    def __init__(
-        self,
-        model: CausalLM,
-        kv: Sequence[LayerCache],
-        block_size: int,
-        *,
-        vocab_sizes: tuple[int, int],
-        max_lens: tuple[int, int],
-        backend: kernels.Backend,
-    ) -> None:
-        """The pairs are the draft model's vocabulary size or longest sequence, and the model's."""
-        self._model, self._kv, self._block_size = model, kv, block_size
-        self._vocab_sizes, self._max_len = vocab_sizes, max_lens[0]
-        self._workspace = backend.workspace()
+    def __init__(self, passes: Passes, *, vocab_sizes: tuple[int, int], max_len: int, backend: kernels.Backend) -> None:
+        """The vocabulary sizes are the draft model's and the model's; `max_len` is the draft model's longest
+        sequence."""
+        self._passes, self._vocab_sizes, self._max_len = passes, vocab_sizes, max_len
         self._sampler = Sampler(backend)
-        self._graphs = DecodeGraphs(model, kv, block_size, -(-max_lens[1] // block_size), self._workspace)
-        self._can_record = backend.can_record and model.can_record
 
     @torch.inference_mode()
     def run(self, sequences: Sequence[ScheduledSequence], result: StepResult) -> StepResult:
@@ -110,9 +129,11 @@ class DraftRunner:
         for place, (s, count, end, row) in enumerate(zip(sequences, counts, accumulate(counts), rows, strict=False)):
             has_failed = result.errors and not result.errors.keys().isdisjoint(range(end - count, end))
             if s.ahead is not None and s.end + s.ahead.num_drafts <= self._max_len and not has_failed:
-                to_read = self._to_read(s, s.ahead, result.token_ids[end - count : end])
+                drawn_ids = result.token_ids[end - count : end]
+                ahead = with_room_of_rejected(s, s.ahead, drawn_ids)
+                to_read = self._to_read(s, ahead, drawn_ids)
                 if to_read.token_ids:
-                    readings.append(Reading(place, to_read, s.ahead, row))
+                    readings.append(Reading(place, to_read, ahead, row))
         return readings
 
     def _to_read(self, s: ScheduledSequence, ahead: Ahead, drawn_ids: tuple[int, ...]) -> ScheduledSequence:
@@ -136,7 +157,7 @@ class DraftRunner:
         going_on = list[Reading]()
         drafting = [reading for reading in readings if reading.sequence.drawn is not None]
         for row, (reading, token_id) in enumerate(zip(drafting, drawn.token_ids, strict=True)):
-            odds = float(np.exp(drawn.logprobs[row].logprobs[0, 0]))
+            reading.row, odds = row, float(np.exp(drawn.logprobs[row].logprobs[0, 0]))
             is_usable = row not in drawn.errors and token_id < vocab_size and odds > 0.0  # odds may be no number
             if is_usable and reading.take(token_id, odds):
                 going_on.append(reading)
@@ -144,21 +165,15 @@ class DraftRunner:
 
     def _logits(self, readings: Sequence[Reading]) -> Tensor | None:
         """[num_drawn, vocab] float32: of the last row of each sequence that draws; None if none does."""
-        sequences = [reading.sequence for reading in readings]
-        lens = [len(s.token_ids) for s in sequences]
-        is_decode = max(lens) <= _LONGEST_RECORDED and all(s.drawn is not None for s in sequences)
-        if self._can_record and is_decode and sum(lens) <= MAX_ROWS:
-            with self._workspace:
-                logits = self._graphs.logits(sequences)
-            if len(logits) == len(sequences):
-                return logits
-            return kernels.embedding(torch.tensor(list(accumulate(lens))) - 1, logits)
-        with self._workspace:
-            tensors = build_tensors(sequences, self._block_size)
-            hidden = self._model(tensors, self._kv)
-            if not len(tensors.logit_rows):
-                return None
-            return self._model.compute_logits(kernels.embedding(tensors.logit_rows, hidden))
+        return self._passes.logits([reading.sequence for reading in readings])
+
+
+def with_room_of_rejected(s: ScheduledSequence, ahead: Ahead, drawn_ids: tuple[int, ...]) -> Ahead:
+    """The same, now that it is known how many drafts of the step are rejected."""
+    if s.drawn is None or not ahead.num_more:
+        return ahead
+    num_rejected = s.num_drafts - len(accepted_drafts(s, drawn_ids))
+    return replace(ahead, num_drafts=ahead.num_drafts + min(ahead.num_more, num_rejected))
 
 
 def accepted_tokens(s: ScheduledSequence, drawn_ids: tuple[int, ...]) -> tuple[tuple[int, ...], TokenIds | None]:

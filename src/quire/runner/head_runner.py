@@ -1,8 +1,7 @@
 """A draft head: reads the hidden states of the rows that a step accepts, and drafts what may come next."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -10,10 +9,43 @@ from torch import Tensor
 
 from quire import kernels
 from quire.common.batch import Ahead, ScheduledSequence, StepResult
+from quire.models.decoder.watch import Watch
 from quire.models.heads.head import DraftHead
-from quire.models.layers.batch_tensors import LayerCache
-from quire.runner.draft_runner import DraftRunner, Reading, accepted_tokens, drawn_as_draft
-from quire.runner.model_runner import build_tensors
+from quire.models.layers.batch_tensors import BatchTensors, LayerCache
+from quire.runner.draft_runner import DraftRunner, Passes, Reading, accepted_tokens, drawn_as_draft
+
+
+class StateReader:
+    """A head that reads hidden states from the same memory in each pass, so that its passes can be recorded as a
+    model's are."""
+
+    can_record, needs_torch = True, False
+
+    def __init__(
+        self,
+        head: DraftHead,
+        states: Sequence[Tensor],
+        combine: Callable[[Sequence[Tensor]], Tensor],
+        rows: Tensor,
+        given: Watch,
+    ) -> None:
+        """It reads those of `states` that `rows` names, a row for each token, and `combine` makes one of them; `given`
+        keeps the head's own states of the rows whose logits are computed."""
+        self._head, self._states, self._combine, self._rows, self._given = head, states, combine, rows, given
+
+    def __call__(self, batch: BatchTensors, kv: Sequence[LayerCache]) -> Tensor:
+        """As `Model.forward`."""
+        assert batch.token_ids is not None
+        rows = self._rows[: len(batch.token_ids)]
+        states = self._combine([kernels.embedding(rows, each) for each in self._states])
+        hidden: Tensor = self._head(
+            replace(batch, embeddings=self._head.embed_tokens(batch.token_ids), states=states), kv
+        )
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """As of CausalLM."""
+        return self._head.compute_logits(self._given.keep(hidden))
 
 
 class HeadRunner(DraftRunner):
@@ -35,16 +67,24 @@ class HeadRunner(DraftRunner):
     ) -> None:
         """`states` are what the head reads of the model's latest step, row by row; `targets` are the model's tokens by
         those of the head, None if they are the same."""
-        sizes = {"vocab_sizes": (vocab_size, vocab_size), "max_lens": (max_len, max_len)}
-        super().__init__(head, kv, block_size, backend=backend, **sizes)
-        self._head, self._states = head, states
+        workspace, given = backend.workspace(), Watch(head.width, head.dtype, len(states[0]))
+        self._rows = np.zeros(len(states[0]), np.int64)
+
+        def passes(states: Sequence[Tensor], combine: Callable[[Sequence[Tensor]], Tensor]) -> Passes:
+            reader = StateReader(head, states, combine, torch.from_numpy(self._rows), given)
+            return Passes(reader, kv, block_size, max_len, backend, workspace)
+
+        self._of_model = passes(states, head.combine)
+        """Passes that read the model's states: the first of each step."""
+        self._of_itself = passes([given.rows], lambda states: states[0])
+        """Passes that read what the head gave in the pass before."""
+        super().__init__(self._of_model, vocab_sizes=(vocab_size, vocab_size), max_len=max_len, backend=backend)
         self._targets = None if targets is None else np.array(targets)
-        self._hidden: Tensor | None = None
-        """[num_tokens, width]: what the head has given in its latest pass of this step."""
+        self._spread_rows = np.zeros((0, vocab_size), np.float32)
 
     def run(self, sequences: Sequence[ScheduledSequence], result: StepResult) -> StepResult:
         """As DraftRunner."""
-        self._hidden = None
+        self._passes = self._of_model
         return super().run(sequences, result)
 
     def _to_read(self, s: ScheduledSequence, ahead: Ahead, drawn_ids: tuple[int, ...]) -> ScheduledSequence:
@@ -59,32 +99,19 @@ class HeadRunner(DraftRunner):
         return ScheduledSequence(s.seq_id, token_ids[1:], s.start, s.block_tables, drawn)
 
     def _logits(self, readings: Sequence[Reading]) -> Tensor | None:
-        lens = [len(reading.sequence.token_ids) for reading in readings]
-        rows = [
-            row
-            for reading, count in zip(readings, lens, strict=True)
-            for row in range(reading.row, reading.row + count)
-        ]
-        with self._workspace:
-            tensors = build_tensors([reading.sequence for reading in readings], self._block_size)
-            assert tensors.token_ids is not None
-            embeddings, states = self._head.embed_tokens(tensors.token_ids), self._states_of(torch.tensor(rows))
-            self._hidden = self._head(replace(tensors, embeddings=embeddings, states=states), self._kv)
-            for reading, end in zip(readings, accumulate(lens), strict=True):
-                reading.row = end - 1
-            if not len(tensors.logit_rows):
-                return None
-            logits = self._head.compute_logits(kernels.embedding(tensors.logit_rows, self._hidden))
-        return logits if self._targets is None else self._spread(logits)
+        self._point_at([row for r in readings for row in range(r.row, r.row + len(r.sequence.token_ids))])
+        logits = super()._logits(readings)
+        self._passes = self._of_itself
+        return logits if logits is None or self._targets is None else self._spread(logits)
 
-    def _states_of(self, rows: Tensor) -> Tensor:
-        """[num_rows, width]: the model's in the first pass of a step, and then the head's own."""
-        if self._hidden is not None:
-            return kernels.embedding(rows, self._hidden)
-        return self._head.combine([kernels.embedding(rows, states) for states in self._states])
+    def _point_at(self, rows: list[int]) -> None:
+        """Which rows of the hidden states the next pass reads."""
+        self._rows[: len(rows)] = rows
 
     def _spread(self, logits: Tensor) -> Tensor:
         """[num_rows, tokens of the head] -> [num_rows, vocab]: tokens that the head does not have cannot be drawn."""
-        spread = np.full((len(logits), self._vocab_sizes[1]), -np.inf, np.float32)
+        if len(self._spread_rows) < len(logits):
+            self._spread_rows = np.full((len(logits), self._vocab_sizes[1]), -np.inf, np.float32)
+        spread = self._spread_rows[: len(logits)]
         spread[:, self._targets] = logits.numpy()
         return torch.from_numpy(spread)

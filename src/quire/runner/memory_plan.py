@@ -129,7 +129,7 @@ class MemoryPlan:
             "model": f"{model.model} ({', '.join(kinds)})",
             "memory": f"{available} of {limit} free",
             "weights": f"{format_bytes(self.resident_weight_bytes)}{' in memory' if self.in_file else ''}",
-            **({} if self.config.draft is None else {"drafts": f"by {self.config.draft.model}, counted in each row"}),
+            **self._drafts_row(),
             **self._file_rows(),
             **self._adapter_row(),
             "activations": f"{format_bytes(self.activation_bytes)} at most",
@@ -161,6 +161,13 @@ class MemoryPlan:
             "a token": f"reads {token} of {what}, at worst all from the disk: {self.in_file.token_s:.2g} s at {speed} "
             f"({'measured' if disk.is_measured else 'assumed'})",
         }
+
+    def _drafts_row(self) -> dict[str, str]:
+        draft = self.config.draft
+        if draft is None:
+            return {}
+        kind = "" if draft.head is None else f"the {draft.head.format.method} head of "
+        return {"drafts": f"by {kind}{draft.model}, counted in each row"}
 
     def _adapter_row(self) -> dict[str, str]:
         lora = self.config.lora

@@ -19,7 +19,7 @@ from quire.models.decoder.model import Decoder
 from quire.models.heads.head import DraftHead
 from quire.models.weights.loader import load_model, load_servable
 from quire.runner.cache_engine import CacheEngine
-from quire.runner.draft_runner import DraftRunner
+from quire.runner.draft_runner import DraftRunner, Passes
 from quire.runner.head_runner import HeadRunner
 from quire.runner.model_runner import ModelRunner
 from quire.runner.pooling import pooler_info
@@ -68,12 +68,11 @@ class Worker:
         with self._threads:
             loaded = load_servable(draft)
         assert isinstance(loaded, CausalLM)
+        layers, block_size = cache.draft_layers, cache.config.block_size
         return DraftRunner(
-            loaded,
-            cache.draft_layers,
-            cache.config.block_size,
+            Passes(loaded, layers, block_size, model.max_model_len, backend, backend.workspace()),
             vocab_sizes=(draft.vocab_size, model.vocab_size),
-            max_lens=(draft.max_model_len, model.max_model_len),
+            max_len=draft.max_model_len,
             backend=backend,
         )
 

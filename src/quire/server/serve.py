@@ -58,9 +58,7 @@ def serve(args: ServerArgs, models: Sequence[ModelSpec]) -> int:
     if a second signal did not wait for that. Raises ConfigError, CheckpointError, OutOfMemoryError, EngineDeadError."""
     began = time.monotonic()
     set_up_logging(args.log_format)
-    keys, admin_keys = ApiKeys.load(args), ApiKeys.load_admin(args)
-    if keys.overlaps(admin_keys):
-        raise ConfigError("an admin key is also an API key, so that its clients could administrate: use different keys")
+    keys, admin_keys = ApiKeys.load_pair(args)
     logger.info("quire %s, configuration:\n%s", __version__, describe_args(args, *models))
     _allow_many_connections()
     service = _Service(args, models, keys, admin_keys)
@@ -123,11 +121,7 @@ class _Service:
     async def _load(self) -> bool:
         """Load the first model, or all; False if a signal arrived before they were loaded."""
 
-        async def load() -> None:
-            for entry in self._models.entries[: None if self._args.preload_models else 1]:
-                await self._models.load(entry)
-
-        loading = asyncio.create_task(load())
+        loading = asyncio.create_task(self._models.load_first())
         stopped = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -142,16 +136,8 @@ class _Service:
     async def _serve(self, url: str, began: float) -> None:
         args = self._args
         names = [entry.name for entry in self._models.entries]
-        state = ServerState(models=self._models, args=args)
-        responses.stored_responses(state)  # a store that cannot be opened stops the server before its first request
-        gate = DrainGate(
-            request_timeout_s=args.request_timeout_s, drain_timeout_s=args.drain_timeout_s, on_idle=give_back_memory
-        )
-        with contextlib.ExitStack() as stack:
-            tracers = [] if args.otlp_endpoint is None else [Tracer(args.otlp_endpoint, names[0])]
-            for tracer in tracers:
-                stack.callback(tracer.shutdown)
-            self._loading_app.app = build_app(state, gate, self._keys, tracers, admin_keys=self._admin_keys)
+        with application(self._models, args, self._keys, self._admin_keys) as (app, state, gate):
+            self._loading_app.app = app
             gc.collect()
             gc.freeze()  # as in the engine process
             seconds = time.monotonic() - began
@@ -163,6 +149,23 @@ class _Service:
                 logger.info(wait, gate.num_working, args.drain_timeout_s)
             self._draining = asyncio.create_task(finish(state, gate))
             await asyncio.wait({self._draining})
+
+
+@contextlib.contextmanager
+def application(
+    models: ModelPool, args: ServerArgs, keys: ApiKeys, admin_keys: ApiKeys
+) -> Iterator[tuple[ASGIApp, ServerState, DrainGate]]:
+    """The application of these models, its state, and the gate by which `finish` ends it."""
+    state = ServerState(models=models, args=args)
+    responses.stored_responses(state)  # a store that cannot be opened stops the server before its first request
+    gate = DrainGate(
+        request_timeout_s=args.request_timeout_s, drain_timeout_s=args.drain_timeout_s, on_idle=give_back_memory
+    )
+    with contextlib.ExitStack() as stack:
+        tracers = [] if args.otlp_endpoint is None else [Tracer(args.otlp_endpoint, models.entries[0].name)]
+        for tracer in tracers:
+            stack.callback(tracer.shutdown)
+        yield build_app(state, gate, keys, tracers, admin_keys=admin_keys), state, gate
 
 
 async def finish(state: ServerState, gate: DrainGate) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -25,6 +26,24 @@ OUTPUT = -1
 """In the place of a layer's number: what the model gives."""
 _TARGETS = "d2t"
 _DEFAULT_FAMILY = "LlamaForCausalLM"
+
+
+HEADS: Mapping[str, tuple[str, str]] = {
+    "eagle": (
+        "EAGLE (Li et al. 2024), in the authors' and the `speculators` format",
+        "a folder with the head, trained for this model: its hidden size and tokens",
+    ),
+    "eagle3": (
+        "EAGLE-3 (Li et al. 2025), in the authors' and the `speculators` format",
+        "a folder with the head, trained for this model: its hidden size, tokens and number of layers",
+    ),
+    "mtp": (
+        "multi-token prediction (DeepSeek-AI 2024), with the names of DeepSeek, GLM, ERNIE, MiMo or Qwen",
+        "a layer for it in the model's own checkpoint, or in the one that is named as `model`",
+    ),
+}
+"""The draft heads that can be used, by method of `speculative_config`: what they are, and what they need. All are read
+from safetensors."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +183,7 @@ def resolve_head(target: ModelConfig, name: str | None, method: str | None) -> M
         num_layers = 1 + max([int(number[1]) for number in numbers if number], default=0)
         hf, architecture = _head_values(HFConfig.read(path / CONFIG_FILE), target, num_layers)
     head = _checked(format, checkpoint, hf, target)
-    stored = format.method == "mtp" and target.quant_method is not None
+    stored = format.method == "mtp" and target.quant_method is not None and _is_quantized_as(path, target)
     return dataclasses.replace(
         target,
         model=target.model if name is None else name,
@@ -177,6 +196,20 @@ def resolve_head(target: ModelConfig, name: str | None, method: str | None) -> M
         weights_from_file="never",
         head=head,
     )
+
+
+def _is_quantized_as(path: Path, target: ModelConfig) -> bool:
+    """Whether the checkpoint is the target's, or is quantized in the same way."""
+    key = "quantization_config"
+    return not is_gguf(target.path) and HFConfig.read(path / CONFIG_FILE).get(key) == target.hf_config.get(key)
+
+
+def has_mtp_layer(model: ModelConfig) -> bool:
+    """Whether the model's own checkpoint has a layer for multi-token prediction."""
+    if model.runner == "pooling" or model.head is not None or is_gguf(model.path):
+        return False
+    format = _find_format(open_checkpoint(model.path), model.hf_config)
+    return format is not None and format.method == "mtp"
 
 
 def _path(name: str) -> Any:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
+from msgspec.structs import replace
+
 from quire.common.batch import Ahead, Batch, Drafted
 from quire.common.faults import fault_point
 from quire.common.log import logger
@@ -18,7 +20,7 @@ from quire.engine.drafting.drafters import Drafter, make_drafters
 from quire.engine.drafting.forced import ForcedTokens
 from quire.engine.drafting.lengths import best_lengths, first_lengths, least_odds
 from quire.engine.drafting.lookup import NO_DRAFT, Draft
-from quire.engine.drafting.model_drafts import ModelDrafts, best_rate
+from quire.engine.drafting.model_drafts import ModelDrafts, best_rate, draft_odds
 from quire.engine.drafting.row_times import RowTimes
 from quire.engine.drafting.search_time import SHORTEST_STEP_S, SearchTime
 from quire.engine.drafting.trust import SequenceDrafts, Trust
@@ -35,6 +37,9 @@ _LONGEST_SEARCH_PAUSE = 4
 """The same after several searches that found nothing worth its time."""
 _MOST_SHAPES = 4096
 _EQUAL_STEPS = 8
+_MOST_TENANTS = 64
+OTHER_TENANTS = "other"
+"""All tenants together that had drafts after the first 64 of them."""
 
 
 class Drafting:
@@ -57,6 +62,8 @@ class Drafting:
         self.row_times = RowTimes()
         self.stats = {drafter.name: DraftStats([0] * config.num_speculative_tokens) for drafter in drafters}
         """What was verified, by drafter."""
+        self.tenant_stats: dict[str, DraftStats] = {}
+        """The same by tenant: of the first ones, and of OTHER_TENANTS."""
         self.num_errors = Counter[str]()
         """Exceptions, by drafter; those in no drafter are counted under an empty name."""
         self.model = next((drafter for drafter in drafters if isinstance(drafter, ModelDrafts)), None)
@@ -91,12 +98,13 @@ class Drafting:
             self._search_time.spend(self._clock() - start_s)
         return drafts
 
-    def observe(self, seq: Seq, num_drafts: int, num_accepted: int) -> None:
+    def observe(self, group: SequenceGroup, seq: Seq, num_drafts: int, num_accepted: int) -> None:
         """Of this number of drafts of a sequence, the first `num_accepted` were right, and the next was not."""
         with self._contained():
             if (known := seq.drafting) is None:
                 return
             self.stats[known.drafter].add(num_drafts, num_accepted)
+            self._stats_of(group.tenant).add(num_drafts, num_accepted)
             for trust in (known.trust[known.drafter], self._trust[known.drafter]):
                 trust.observe(known.odds[:num_drafts], num_accepted)
             if num_accepted:
@@ -113,18 +121,21 @@ class Drafting:
             assert model is not None, "there is nothing ahead without a draft model"
             times = model.times(sum([takes for *_, takes in scheduled]), self.row_times)
             for group, seq, num_tokens, num_drafts, takes in scheduled:
-                known, count, least = self._known(seq), config.num_speculative_tokens if takes else 0, 0.0
+                known, count = self._known(seq), config.num_speculative_tokens if takes else 0
+                least: tuple[float, ...] = ()
+                factor = known.trust[model.name].factor(self._trust[model.name].factor(1.0))
                 if count and config.is_adaptive:
-                    factor = known.trust[model.name].factor(self._trust[model.name].factor(1.0))
-                    rate, best = best_rate(factor * known.reading.mean_odds, times)
+                    rate, best = best_rate(min(1.0, factor * known.reading.mean_odds), times)
                     if best:  # a sequence whose drafts are surer than others' may have more than these
-                        count, least = min(count, 2 * best + 1), max(0.0, rate * (times[best] - times[0]) / best)
+                        count, least = min(count, 2 * best + 1), draft_odds(rate, times)
                     else:
                         count = 0
                         known.reading.forget()
-                count = max(0, min(count, self._num_left(group, seq) - num_drafts - 2))
-                if (ahead := model.ahead(seq, known.reading, num_tokens, count, least)) is not None:
-                    planned[seq.seq_id] = ahead
+                count = max(0, min(count, self._num_left(group, seq) - 2))
+                ahead = model.ahead(seq, known.reading, num_tokens, count, least)
+                if ahead is not None:  # where all drafts of the step are accepted, fewer tokens are left
+                    now = max(0, min(count, self._num_left(group, seq) - num_drafts - 2))
+                    planned[seq.seq_id] = replace(ahead, num_drafts=now, num_more=count - now, factor=factor)
         return planned
 
     def receive(self, seq: Seq, end: int, drafted: Drafted) -> None:
@@ -159,6 +170,11 @@ class Drafting:
         for drafter in self._drafters:
             with self._contained(drafter.name):
                 drafter.finish(group, seq)
+
+    def _stats_of(self, tenant: str) -> DraftStats:
+        by_tenant = self.tenant_stats
+        name = tenant if tenant in by_tenant or len(by_tenant) < _MOST_TENANTS else OTHER_TENANTS
+        return by_tenant.setdefault(name, DraftStats([0] * self._config.num_speculative_tokens))
 
     @contextmanager
     def _contained(self, name: str = "") -> Iterator[None]:
@@ -222,7 +238,7 @@ class Drafting:
                 found = drafter.propose(group, seq, most)
                 if seq.grammar is not None and found.token_ids:
                     found = found.first(seq.grammar.num_allowed(found.token_ids))
-            scaled = Draft(found.token_ids, tuple([factor * odds for odds in found.odds]))
+            scaled = Draft(found.token_ids, tuple([min(1.0, factor * odds) for odds in found.odds]))
             if scaled.expected_tokens > best.expected_tokens:
                 best, known.drafter, known.odds = scaled, drafter.name, found.odds
         return best

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, repeat
+from itertools import accumulate, pairwise, repeat
 from operator import mul
 
 from quire.common.batch import NOTHING_DRAFTED, Ahead, Drafted
@@ -90,7 +90,7 @@ class ModelDrafts:
         return [rows.shape(num_decodes * (1 + count)) + count * self._pass_time for count in counts]
 
     def ahead(
-        self, seq: Seq, reading: ModelReading, num_tokens: int, num_drafts: int, least_odds: float
+        self, seq: Seq, reading: ModelReading, num_tokens: int, num_drafts: int, least_odds: tuple[float, ...]
     ) -> Ahead | None:
         """What it does with a sequence that runs `num_tokens` tokens. With a single one it waits until drafts are
         wanted, and then reads what it has missed. A head waits for nothing: it reads the model's states of the step,
@@ -110,3 +110,22 @@ def best_rate(odds: float, times: list[float]) -> tuple[float, int]:
     worth = accumulate(repeat(odds, len(times) - 1), mul, initial=1.0)
     rates = [tokens / time for tokens, time in zip(accumulate(worth), times, strict=True)]
     return max(zip(rates, range(len(rates)), strict=True), key=lambda found: found[0])
+
+
+def draft_odds(rate: float, times: list[float]) -> tuple[float, ...]:
+    """For each draft, the least probability to be right with which it is worth its time at this rate of tokens. The
+    time may grow by steps, so a draft is worth it too where some of those that follow cost little: what counts are the
+    slopes below all of the curve (its lower convex hull)."""
+    hull = [0]
+    for count in range(1, len(times)):
+        while len(hull) > 1 and _slope(times, hull[-2], hull[-1]) >= _slope(times, hull[-1], count):
+            hull.pop()
+        hull.append(count)
+    least = list[float]()
+    for first, last in pairwise(hull):
+        least += [max(0.0, rate * _slope(times, first, last))] * (last - first)
+    return tuple(least)
+
+
+def _slope(times: list[float], first: int, last: int) -> float:
+    return (times[last] - times[first]) / (last - first)

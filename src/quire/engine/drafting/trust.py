@@ -14,6 +14,8 @@ _DECAY = 0.98
 """Of what was learned about a sequence, in each search: after some 50 without a draft, one is tried again."""
 _DECAY_FOR_ALL = 0.998
 """Of what was learned about a drafter, in each step that looks for drafts."""
+_MOST_TRUST = 2.0
+"""Odds may say too little: what a model draws at random half of the time, a greedy request may always have."""
 
 
 class Trust:
@@ -27,7 +29,7 @@ class Trust:
 
     def factor(self, prior: float) -> float:
         """What to multiply odds by, given what to expect before the first test."""
-        return min(1.0, (self.accepted + _PRIOR * prior) / (self.expected + _PRIOR))
+        return min(_MOST_TRUST, (self.accepted + _PRIOR * prior) / (self.expected + _PRIOR))
 
     def observe(self, odds: Sequence[float], num_accepted: int) -> None:
         """`num_accepted` drafts were right, and the next one, if there is one, was wrong."""

@@ -48,6 +48,8 @@ def check_one_engine(args: EngineArgs) -> None:
     """Raise ConfigError if the arguments are those of several engines, where one is wanted."""
     if args.data_parallel_size > 1:
         raise ConfigError(f"data_parallel_size={args.data_parallel_size}: this is one engine; use LLM or AsyncLLM")
+    if args.has_own_processes:
+        raise ConfigError("distributed_executor_backend='ray': this is an engine in this process; use LLM or AsyncLLM")
 
 
 def _memory_limit(args: EngineArgs) -> int:

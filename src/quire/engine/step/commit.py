@@ -64,7 +64,7 @@ class Committer:
                 end += len(accepted) - scheduled.num_drafts
                 token_ids, draws = token_ids + accepted, draws[: len(accepted) + 1]
                 if self.drafting is not None and seq.drafting is not None:
-                    self.drafting.observe(seq, scheduled.num_drafts, len(accepted))
+                    self.drafting.observe(group, seq, scheduled.num_drafts, len(accepted))
                     group.metrics.count_drafts(seq.drafting.drafter, scheduled.num_drafts, len(accepted))
             seq.num_computed_tokens = end
             if self.drafting is not None and place in result.drafted:

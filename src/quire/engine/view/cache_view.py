@@ -143,7 +143,8 @@ class CacheView:
 
     def _read_counters(self) -> dict[str, int]:
         scheduler, blocks, drafting = self._scheduler, self._blocks, self._committer.drafting
-        drafts = () if drafting is None else drafting.stats.values()
+        by_drafter = {} if drafting is None else drafting.stats
+        drafts = by_drafter.values()
         return {
             "running": len(scheduler.requests.running),
             "waiting": scheduler.requests.num_waiting + len(self._grammars),
@@ -155,6 +156,8 @@ class CacheView:
             "generated_tokens": self._committer.num_generated_tokens,
             "drafts": sum([counts.num_tokens for counts in drafts]),
             "accepted_drafts": sum([counts.num_accepted for counts in drafts]),
+            **{f"drafts_{name}": counts.num_tokens for name, counts in by_drafter.items()},
+            **{f"accepted_drafts_{name}": counts.num_accepted for name, counts in by_drafter.items()},
             "preemptions": scheduler.preemptor.num_preemptions,
             "preemptions_by_swap": scheduler.preemptor.num_preemptions_by_swap,
             "swapped_blocks": scheduler.num_swapped_blocks,

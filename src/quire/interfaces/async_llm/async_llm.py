@@ -68,7 +68,7 @@ class AsyncLLM:
         self._intake = Intake(self._inputs, self._adapters, self._requests)
         self.num_bytes = sum(state.num_bytes for state in ready)
         """Memory that weights, activations and KV caches use while no engine sleeps, as planned."""
-        self.group = EngineGroup(engines, self._requests, self._adapters)
+        self.group = EngineGroup(engines, self._requests, self._adapters, started.close)
 
     @classmethod
     async def from_args(
@@ -373,8 +373,8 @@ class AsyncLLM:
         return sum(table.num_replayed for table in self._requests.tables)
 
     @property
-    def engine_pid(self) -> int:
-        """Process id of the first engine's process, for example to read its memory use."""
+    def engine_pid(self) -> int | None:
+        """Process id of the first engine's process, for example to read its memory use; None on another machine."""
         return self.group.engines[0].pid
 
     def shutdown(self, timeout: float | None = None) -> Awaitable[None]:

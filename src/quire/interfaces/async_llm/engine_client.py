@@ -1,14 +1,9 @@
-"""The API process's end of the socket to the engine process."""
+"""The API process's end of the connection to an engine process."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 
 import msgspec
@@ -19,11 +14,8 @@ from quire.common.faults import fault_point, fault_write
 from quire.common.log import logger
 from quire.config.args import EngineArgs
 from quire.engine.process import messages
-
-_EXIT_LIMIT_S = 5.0
-"""An engine process ends when its socket is closed. After this time it is killed."""
-
-_READ_AHEAD_BYTES = 1024**2
+from quire.interfaces.launch.clocks import shifted
+from quire.interfaces.launch.link import EngineLink, Launcher, ProcessLink
 
 LOADING_PATIENCE = 5
 """Factor by which the hang timeout is longer while an engine loads."""
@@ -36,18 +28,10 @@ class EngineClient:
     A process that hangs is killed: one that is silent for the given time, or busy without progress (heartbeat.py).
     """
 
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        hang_timeout_s: float | None,
-    ) -> None:
-        self.pid = process.pid
+    def __init__(self, link: EngineLink, hang_timeout_s: float | None) -> None:
+        self.pid = link.pid
         self.ready: messages.Ready | None = None
-        self._process = process
-        self._reader = reader
-        self._writer = writer
+        self._link = link
         self._decoder: msgspec.msgpack.Decoder[messages.ToClient] = msgspec.msgpack.Decoder(messages.ToClient)
         self._is_heard = self._is_alive = False
         """Since the last tick of the watch: whether a message was received; whether one of them showed progress."""
@@ -58,21 +42,15 @@ class EngineClient:
         self._watching = asyncio.create_task(self._watch(hang_timeout_s))
 
     @classmethod
-    async def start(cls, args: EngineArgs, hang_timeout_s: float | None = None) -> EngineClient:
+    async def start(
+        cls, args: EngineArgs, hang_timeout_s: float | None = None, *, launch: Launcher = ProcessLink.launch
+    ) -> EngineClient:
         """Start the process and wait until the engine is ready.
 
         Raises the error with which the engine failed to start, and EngineDeadError if the process ends or makes no
         progress for LOADING_PATIENCE * hang_timeout_s.
         """
-        ours, its = socket.socketpair()
-        with its:
-            try:
-                process = _start_process(its)
-                reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_READ_AHEAD_BYTES)
-            except BaseException:
-                ours.close()
-                raise
-        client = cls(process, reader, writer, hang_timeout_s)
+        client = cls(await launch(), hang_timeout_s)
         try:
             client.send(messages.Start(dataclasses.asdict(args), log.chosen_format))
             message = await client._receive()
@@ -102,16 +80,17 @@ class EngineClient:
 
     async def _receive(self) -> messages.ToClient | None:
         """Return the next message other than a heartbeat; None if the connection has ended or the data is malformed."""
+        reader = self._link.reader
         try:
             while True:
-                num_bytes = messages.frame_len(await self._reader.readexactly(messages.LENGTH_BYTES))
-                message = self._decoder.decode(await self._reader.readexactly(num_bytes))
+                num_bytes = messages.frame_len(await reader.readexactly(messages.LENGTH_BYTES))
+                message = self._decoder.decode(await reader.readexactly(num_bytes))
                 fault_point("api.receive", type(message).__name__)
                 self._is_heard = True
                 if not isinstance(message, messages.Heartbeat):
                     self._is_alive = True
                     self._is_loading &= not isinstance(message, messages.Ready | messages.ControlDone)
-                    return message
+                    return shifted(message, -self._link.clock_s)
                 self._is_alive |= not message.is_busy or message.progress != self._progress
                 self._progress = message.progress
         except (asyncio.IncompleteReadError, OSError):
@@ -130,7 +109,7 @@ class EngineClient:
             limit_s = hang_timeout_s * (LOADING_PATIENCE if self._is_loading else 1)
             if num_ticks * _TICK_S >= limit_s:
                 self._hang = f"its process {'made no progress' if heard else 'was silent'} for {limit_s:g} s"
-                self._process.kill()
+                self._link.kill()
                 return
 
     def send(self, message: messages.ToEngine) -> None:
@@ -138,47 +117,20 @@ class EngineClient:
 
         If the message cannot be written, the connection is closed, which ends the engine process.
         """
-        frame = messages.to_frame(message)
+        frame = messages.to_frame(shifted(message, self._link.clock_s))
         self._is_loading |= isinstance(message, messages.Control)
         try:
-            fault_write("api.send", self._writer.write, frame)
+            fault_write("api.send", self._link.write, frame)
         except Exception:
             logger.exception("a message to the engine could not be written")
-            self._writer.close()
+            self._link.close()
 
     async def drain(self) -> None:
         """Wait until little is left to send, or the connection has ended."""
-        with contextlib.suppress(OSError):
-            await self._writer.drain()
+        await self._link.drain()
 
     async def end(self) -> str:
-        """Close the socket, wait for the process to end, and return a description of how it ended."""
+        """Close the connection, wait for the process to end, and return a description of how it ended."""
         self._watching.cancel()
-        self._writer.close()
-        waiting = asyncio.get_running_loop().run_in_executor(None, _wait_for, self._process)
-        await asyncio.shield(waiting)  # continues where the event loop ends
-        status = self._process.returncode
-        ended = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-        return self._hang or f"its process {ended}"
-
-
-def _wait_for(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the end of a process whose socket was closed."""
-    try:
-        process.wait(_EXIT_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _start_process(its: socket.socket) -> subprocess.Popen[bytes]:
-    """Start the process in a session of its own, so that Ctrl-C in a terminal reaches only the client."""
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
-    descriptor = its.fileno()
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "quire.engine.process.engine_process", str(descriptor)],
-        stdin=subprocess.DEVNULL,
-        pass_fds=[descriptor],
-        env=environment,
-        start_new_session=True,
-    )
+        ended = await self._link.end()
+        return self._hang or ended

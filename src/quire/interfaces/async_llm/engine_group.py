@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quire.common.errors import EngineDeadError, error_named
 from quire.common.outputs import EngineStats
@@ -81,13 +81,21 @@ class EngineControls:
 class EngineGroup:
     """One engine or several, with the same model. Each is supervised by itself."""
 
-    def __init__(self, engines: Sequence[Supervisor], requests: Dispatcher, adapters: EngineAdapters) -> None:
-        """Start supervising the engines, and pass their events to the requests and the adapters."""
+    def __init__(
+        self,
+        engines: Sequence[Supervisor],
+        requests: Dispatcher,
+        adapters: EngineAdapters,
+        give_back: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start supervising the engines, and pass their events to the requests and the adapters. `give_back` is called
+        once, in a thread, when all have ended."""
         self.engines = engines
         self.watchers = [CacheWatchers(engine) for engine in engines]
         """By engine, who watches its cache."""
         self._controls = [EngineControls(engine) for engine in engines]
         self._requests = requests
+        self._give_back = give_back
         parts = zip(engines, self._controls, requests.tables, self.watchers, strict=True)
         for engine, controls, table, watchers in parts:
             engine.supervise(controls, table, watchers, adapters)
@@ -98,8 +106,8 @@ class EngineGroup:
         return [engine.death is None for engine in self.engines]
 
     @property
-    def pids(self) -> list[int]:
-        """By engine, the id of its process, or of its last one."""
+    def pids(self) -> list[int | None]:
+        """By engine, the id of its process, or of its last one; None on another machine."""
         return [engine.pid for engine in self.engines]
 
     @property
@@ -164,3 +172,5 @@ class EngineGroup:
         """End all engines; the requests that still run fail."""
         self._requests.is_closing = True
         await asyncio.gather(*[engine.close() for engine in self.engines])
+        give_back, self._give_back = self._give_back, lambda: None
+        await asyncio.to_thread(give_back)

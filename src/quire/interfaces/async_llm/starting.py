@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from quire.config.args import EngineArgs, EngineConfig
 from quire.engine.process.messages import Ready
-from quire.engine.routing.replicas import replica_args
+from quire.interfaces.async_llm.engine_client import EngineClient
 from quire.interfaces.async_llm.supervisor import Supervisor
+from quire.interfaces.launch.placing import place
 from quire.text.tokenizer.tokenizer import Tokenizer
 
 
@@ -31,12 +33,15 @@ async def nothing() -> None:
 async def start_engines(args: EngineArgs, hang_timeout_s: float | None, name: str = "") -> Started:
     """Start the engine processes, and read the tokenizer while they load. If one fails, all end."""
     config = await asyncio.to_thread(args.resolve)
-    parts = await asyncio.to_thread(replica_args, replace(args, lora_modules=()))  # this process knows the adapters
+    placed = await asyncio.to_thread(place, replace(args, lora_modules=()))  # this process knows the adapters
     engines = [
         Supervisor(
-            part, hang_timeout_s, name=name if len(parts) == 1 else f"{name or config.model.model}, number {number}"
+            part,
+            hang_timeout_s,
+            name=name if len(placed.engines) == 1 else f"{name or config.model.model}, number {number}",
+            start=partial(EngineClient.start, launch=launch),
         )
-        for number, part in enumerate(parts)
+        for number, (part, launch) in enumerate(placed.engines)
     ]
     reading = asyncio.to_thread(read_tokenizer, config.model.tokenizer_path)
     tokenizer, *states = await asyncio.gather(reading, *[engine.start() for engine in engines], return_exceptions=True)
@@ -45,8 +50,9 @@ async def start_engines(args: EngineArgs, hang_timeout_s: float | None, name: st
     if not isinstance(tokenizer, Tokenizer) or failures:
         running = [engine for engine, state in zip(engines, states, strict=True) if isinstance(state, Ready)]
         await asyncio.gather(*[engine.close() for engine in running])
+        await asyncio.to_thread(placed.close)
         raise failures[0]
-    return Started(engines, ready, config, tokenizer)
+    return Started(engines, ready, config, tokenizer, placed.close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,8 @@ class Started:
     """What each has said when it was ready."""
     config: EngineConfig
     tokenizer: Tokenizer
+    close: Callable[[], None] = lambda: None
+    """Gives back where the engines ran, once they have ended; it blocks."""
 
 
 def read_tokenizer(path: Any) -> Tokenizer:

@@ -89,8 +89,8 @@ class Supervisor:
         return self._has_restarted is not None
 
     @property
-    def pid(self) -> int:
-        """Process id of the engine process, or of the last one if none runs."""
+    def pid(self) -> int | None:
+        """Process id of the engine process, or of the last one if none runs; None on another machine."""
         return self._client.pid
 
     def send(self, message: ToEngine) -> None:

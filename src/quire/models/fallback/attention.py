@@ -1,6 +1,7 @@
 """Attention as transformers' modules call it: over the paged KV cache, or only to find out what each layer asks for."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,6 +21,8 @@ STEP = "quire_step"
 _SOFTCAP, _SINKS = "softcap", "s_aux"
 _KNOWN = {"dropout", "position_ids", "cache_position", "use_cache", "is_causal", STEP, _SOFTCAP, _SINKS}
 """Keyword arguments of the library's attention that change nothing here, or that `Survey` and `PagedStep` read."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and named arguments of a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,22 @@ class Survey:
         self._dtype = dtype
         self.specs: dict[int, AttentionSpec] = {}
         self.layers: dict[int, Attention] = {}
+        self.modules: list[Any] = []
+        """The library's attention layers."""
+        self.calls: dict[nn.Module, list[Arguments]] = {}
+        """What each watched module was called with."""
+
+    @contextmanager
+    def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Keep the calls of these modules in the body."""
+
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.calls.setdefault(module, []).append((args, kwargs))
+
+        with ExitStack() as stack:
+            for module in modules:
+                stack.callback(module.register_forward_pre_hook(keep, with_kwargs=True).remove)
+            yield
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         module, layer = call.module, getattr(call.module, "layer_idx", None)
@@ -116,6 +135,7 @@ class Survey:
         if found := [problem for problem, is_so in problems.items() if is_so]:
             raise UnsupportedModelError(f"{name} {' and '.join(found)}, which Quire's attention does not have")
         assert isinstance(layer, int)
+        self.modules.append(module)
         self.specs[layer] = attention_spec(key.shape[1], key.shape[2], self._dtype, call.sliding_window)
         variant = AttentionVariant(call.sliding_window, softcap=call.others.get(_SOFTCAP))
         self.layers[layer] = Attention(call.scale, variant)

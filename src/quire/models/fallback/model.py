@@ -13,6 +13,15 @@ from quire.config.kv_cache import KVCacheSpec
 from quire.config.model import ModelConfig
 from quire.kernels.backends.reference_backend import TorchThreads
 from quire.models.base import CausalLM
+from quire.models.fallback.arithmetic import (
+    InnerNorm,
+    is_rotary,
+    make_tables,
+    mlp_like,
+    norm_like,
+    rotary_step,
+    use_rotary_kernel,
+)
 from quire.models.fallback.attention import NAME, STEP, PagedStep, Survey, attention
 from quire.models.fallback.modules import (
     GATE_UP,
@@ -21,6 +30,7 @@ from quire.models.fallback.modules import (
     Head,
     InnerExperts,
     InnerLinear,
+    InnerMLP,
     OwnTensors,
     TokenTable,
 )
@@ -59,7 +69,10 @@ class TransformersCausalLM(CausalLM):
             _replace_experts(model)
             survey = _survey(model, config)
             _fill_buffers(model)
-            self._layers = list(_replaced_layers(model, current := CurrentBatch()))
+            current = CurrentBatch()
+            with TorchThreads(1):
+                _use_kernels(model, survey, current)
+            self._layers = list(_replaced_layers(model, current))
         except UnsupportedModelError as error:
             where = f"{config.model}: transformers' {config.architecture}"
             raise UnsupportedModelError(f"{where} cannot run here: {error}") from error
@@ -149,7 +162,7 @@ def _survey(model: Any, config: ModelConfig) -> Survey:
     survey, layers = Survey(config.dtype), model.base_model
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), survey.watching(module for module in layers.modules() if is_rotary(module)):
             hidden = layers(input_ids=ids, position_ids=ids, use_cache=False, **{STEP: survey}).last_hidden_state
             setattr(model, model.base_model_prefix, GivenHidden())
             model(inputs_embeds=hidden, use_cache=False)
@@ -164,6 +177,21 @@ def _survey(model: Any, config: ModelConfig) -> Survey:
         raise UnsupportedModelError(f"layers without attention keep other states, or none: {', '.join(without)}")
     _check_windows(model.config, survey)
     return survey
+
+
+def _use_kernels(model: Any, survey: Survey, current: CurrentBatch) -> None:
+    """Replace the modules whose arithmetic the kernels have."""
+    for name, module in list(model.named_modules()):
+        is_inner = name.startswith(f"{model.base_model_prefix}.")
+        if own := norm_like(module) or (mlp_like(module, current) if is_inner else None):
+            model.set_submodule(name, own)
+    steps = {module: rotary_step(module, calls) for module, calls in survey.calls.items()}
+    if len(found := {step for step in steps.values() if step is not None}) == 1:
+        step = found.pop()
+        for module in (module for module, own in steps.items() if own == step):
+            make_tables(module, current, step)
+        for module in survey.modules:
+            use_rotary_kernel(module, current, step)
 
 
 def _check_modules(model: Any) -> None:
@@ -207,8 +235,6 @@ def _replaced_layers(model: Any, current: CurrentBatch) -> Iterator[tuple[str, W
     if type(head) is not nn.Linear:
         raise UnsupportedModelError(f"its head is a {type(head).__name__}")
     tied = _tied(type(model), model.config)
-    if tied and head.bias is not None:
-        raise UnsupportedModelError("its head is tied to its token table, but has a bias")
     if tied not in ({}, {f"{names[head]}.weight": f"{names[table]}.weight"}):
         raise UnsupportedModelError(f"it ties more than its head to its token table: {', '.join(tied)}")
     rows = TokenTable(table, packed=bool(tied))
@@ -217,7 +243,10 @@ def _replaced_layers(model: Any, current: CurrentBatch) -> Iterator[tuple[str, W
             model.set_submodule(name, rows)
             yield name, rows.embedding
         elif module is head and tied:
-            model.set_submodule(name, Head(TiedLmHead(rows.embedding)))
+            head._parameters["weight"] = None  # the table's
+            model.set_submodule(name, Head(TiedLmHead(rows.embedding), head))
+            if (others := OwnTensors(head)).weight_specs():
+                yield name, others
         elif module is head:
             own = LmHead(head.in_features, head.out_features, head.weight.dtype, bias=head.bias is not None)
             model.set_submodule(name, Head(own))
@@ -226,7 +255,9 @@ def _replaced_layers(model: Any, current: CurrentBatch) -> Iterator[tuple[str, W
             inner = InnerLinear(module, current)
             model.set_submodule(name, inner)
             yield name, inner.linear
-        elif isinstance(module, InnerExperts):
+        elif isinstance(module, InnerNorm):
+            yield name, module.norm
+        elif isinstance(module, InnerExperts | InnerMLP):
             yield from ((f"{name}.{own}", layer) for own, layer in module.projections())
         elif (others := OwnTensors(module)).weight_specs():
             yield name, others

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,19 @@ from quire.models.layers.linear import Linear, LmHead
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 
 GATE_UP = "stacked_gate_up"
-"""The name of the matrix that is made of an expert's `gate_proj` and `up_proj`."""
+"""The name of the matrix that is made of the `gate_proj` and `up_proj` of an expert or an MLP."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RotaryTable:
+    """Cosines and sines of a step, as a module of the library gave them, and as the kernels take them."""
+
+    cos: Tensor
+    sin: Tensor
+    cos_sin: Tensor
+    """[num_tokens, rotary_dim] float32."""
+    rows: Tensor
+    """The row of each token, [num_tokens] int64."""
 
 
 class CurrentBatch:
@@ -25,14 +38,22 @@ class CurrentBatch:
 
     batch: BatchTensors
 
+    def __init__(self) -> None:
+        self.tables: list[RotaryTable] = []
+
     @contextmanager
     def running(self, batch: BatchTensors) -> Iterator[None]:
-        """Keep the batch in the body."""
+        """Keep the batch in the body, and what tables are made there."""
         self.batch = batch
         try:
             yield
         finally:
             del self.batch
+            self.tables.clear()
+
+    def table_of(self, cos: Tensor, sin: Tensor) -> RotaryTable | None:
+        """The table that was made with these very tensors."""
+        return next((table for table in self.tables if table.cos is cos and table.sin is sin), None)
 
 
 class InnerLinear(nn.Module):
@@ -49,12 +70,36 @@ class InnerLinear(nn.Module):
         return out.view(*x.shape[:-1], -1)
 
 
+class InnerMLP(nn.Module):
+    """In the place of `down(act(gate(x)) * up(x))`."""
+
+    def __init__(self, old: Any, kind: str, current: CurrentBatch) -> None:
+        super().__init__()
+        gate, up, down = old.gate_proj, old.up_proj, old.down_proj
+        sizes, bias = (gate.out_features, up.out_features), gate.bias is not None
+        self.gate_up = Linear(gate.in_features, sizes, bias=bias, dtype=gate.weight.dtype)
+        self.down = Linear(down.in_features, down.out_features, bias=down.bias is not None, dtype=down.weight.dtype)
+        self._kind, self._current = kind, current
+
+    def projections(self) -> Iterator[tuple[str, WeightedLayer]]:
+        """Its layers, by their names below this module."""
+        yield GATE_UP, self.gate_up
+        yield "down_proj", self.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden], one row for each token of the batch -> as x."""
+        batch = self._current.batch
+        wide = self.gate_up(x.reshape(-1, x.shape[-1]), batch)  # [num_tokens, 2 * width]
+        out: Tensor = self.down(kernels.gated_activation(wide, self._kind), batch)
+        return out.view(*x.shape[:-1], -1)
+
+
 class InnerExperts(ExpertProducts):
     """In the place of a layer's experts, which the library keeps in two tensors and its routers choose."""
 
     def __init__(self, old: Any) -> None:
         """Raises UnsupportedModelError for experts that are not gated MLPs in the library's common form."""
-        width, activation = old.down_proj.shape[-1], _activation_of(old.act_fn)
+        width, activation = old.down_proj.shape[-1], activation_of(old.act_fn)
         (num_experts, hidden_size), dtype = old.down_proj.shape[:2], old.down_proj.dtype
         is_common = (
             {name for name, _ in old.named_parameters()} == {"gate_up_proj", "down_proj"}
@@ -88,7 +133,7 @@ class InnerExperts(ExpertProducts):
         return kernels.combine_experts(y, top_k_weights.float().contiguous(), rows)
 
 
-def _activation_of(module: nn.Module) -> str | None:
+def activation_of(module: object) -> str | None:
     """The kernels' name of an activation of the library, None if they lack it."""
     from transformers.activations import ACT2FN
 
@@ -115,14 +160,16 @@ class TokenTable(nn.Module):
 class Head(nn.Module):
     """In the place of the projection to the vocabulary."""
 
-    def __init__(self, head: LmHead | TiedLmHead) -> None:
+    def __init__(self, head: LmHead | TiedLmHead, with_bias: nn.Linear | None = None) -> None:
+        """`with_bias`: has what is added to logits, if anything is and `head` does not."""
         super().__init__()
-        self.head = head
+        self.head, self.with_bias = head, with_bias
 
     def forward(self, x: Tensor) -> Tensor:
         """x [1, num_rows, hidden] -> [1, num_rows, vocab] float32."""
         logits: Tensor = self.head(x[0])
-        return logits[None]
+        bias = None if self.with_bias is None else self.with_bias.bias
+        return logits[None] if bias is None else logits[None] + bias
 
 
 class OwnTensors(WeightedLayer):

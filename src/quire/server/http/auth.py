@@ -38,6 +38,16 @@ class ApiKeys:
         return cls._of("admin key", args.admin_key, given, "admin_key_file", args.admin_key_file)
 
     @classmethod
+    def load_pair(cls, args: ServerArgs) -> tuple[ApiKeys, ApiKeys]:
+        """API keys and keys for administration. Raises ConfigError, also for a key that is both."""
+        keys, admin_keys = cls.load(args), cls.load_admin(args)
+        if keys.overlaps(admin_keys):
+            raise ConfigError(
+                "an admin key is also an API key, so that its clients could administrate: use different keys"
+            )
+        return keys, admin_keys
+
+    @classmethod
     def _of(cls, kind: str, given: tuple[str, ...], variable: str, file_name: str, file: str | None) -> ApiKeys:
         unnamed = [*given, *variable.replace(",", " ").split()]
         named = [(f"key-{number}", key) for number, key in enumerate(unnamed, start=1)]

@@ -133,6 +133,11 @@ class ModelPool:
         if entry.is_idle:
             await self._put_to_sleep(entry)
 
+    async def load_first(self) -> None:
+        """Load the first model, or all with `preload_models`. Raises what loading raises."""
+        for entry in self.entries[: None if self._args.preload_models else 1]:
+            await self.load(entry)
+
     async def load(self, entry: ModelEntry) -> None:
         """Load the model, or wake it up. Raises what loading raises."""
         if not entry.is_awake and (error := await self._loading(entry)) is not None:

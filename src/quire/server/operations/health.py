@@ -16,7 +16,7 @@ from quire.server.models.pool import ModelPool
 async def health(request: Request) -> ASGIApp:
     """GET /health and /ping: 200 while an engine runs or can be started, else 503 and the reason."""
     models = state_of(request).models
-    death = _death(models)
+    death = engine_death(models)
     return json_response(Status(status=str(death or _ok(models))), 200 if death is None else 503)
 
 
@@ -30,13 +30,13 @@ def _ok(models: ModelPool) -> str:
 async def ready(request: Request) -> ASGIApp:
     """GET /ready: 200 while new requests are accepted, else 503 and the reason."""
     state = state_of(request)
-    why_not: object = "the server is shutting down" if state.is_draining else _death(state.models)
+    why_not: object = "the server is shutting down" if state.is_draining else engine_death(state.models)
     if why_not is None and all(entry.is_held_asleep for entry in state.models.entries):
         why_not = "the models sleep until the administrator wakes them up"
     return json_response(Status(status=str(why_not or "ready")), 200 if why_not is None else 503)
 
 
-def _death(models: ModelPool) -> EngineDeadError | None:
+def engine_death(models: ModelPool) -> EngineDeadError | None:
     """Why no engine of the models that are awake runs; None if one does, or if none is awake."""
     deaths = [entry.llm.death for entry in models.entries if entry.is_awake and entry.llm is not None]
     return None if None in deaths else next(iter(deaths), None)

@@ -108,6 +108,7 @@ class NamedCalls:
                 return
             if (yield from calls.marks(self.after_call)):
                 calls.reader.hold()
+            yield from calls.marks(self.separator or "")
         if (yield from calls.marks(self.end)):
             calls.reader.hold()
 
@@ -149,3 +150,8 @@ def _named_calls(before: str, between: str, after: str, schemas: Schemas) -> lis
         [before + name + between, {"type": "json_schema", "json_schema": schema}, after]
         for name, schema in schemas.items()
     ]
+
+
+def const(text: str) -> dict[str, Any]:
+    """A text as a format of structural tags."""
+    return {"type": "const_string", "value": text}

@@ -9,6 +9,7 @@ from quire.common.arguments.vllm_arguments import own_format
 from quire.common.errors import ConfigError
 from quire.server.api.tools.call_styles import CallStyle, JsonCalls, MistralCalls, NamedCalls, Schemas, Written
 from quire.server.api.tools.channels import CHANNEL, CONSTRAIN, FUNCTIONS, MESSAGE, START
+from quire.server.api.tools.python_calls import PythonCalls
 from quire.server.api.tools.tagged_calls import TaggedCalls
 
 
@@ -101,6 +102,21 @@ def _deepseek(words: str) -> str:
     return f"<\uff5c{words.replace(' ', chr(0x2581))}\uff5c>"
 
 
+_DSML = _deepseek("DSML")[1:-1]
+
+
+def _dsml_calls(around: str) -> ToolFormat:
+    """Calls of DeepSeek since V3.2, within these tags."""
+    tags = f"<{_DSML}{around}>", f'<{_DSML}invoke name="'
+    return ToolFormat(
+        "deepseek_v32" if around == "function_calls" else "deepseek_v4", tags, TaggedCalls(
+            before_name=f"\n{tags[1]}", after_name='">\n', before_key=f'<{_DSML}parameter name="',
+            after_key='" string="{}">', after_value=f"</{_DSML}parameter>\n",
+            end=f"</{_DSML}invoke>\n</{_DSML}{around}>", states_strings=True,
+        )
+    )  # fmt: skip
+
+
 _QWEN = "<tool_call>", "<function="
 _COMMAND_R = "Action: ```json", "Action:```json"
 _MINIMAX = "<minimax:tool_call>", '<invoke name="'
@@ -119,6 +135,8 @@ _TOOL_FORMATS = (
             after_call=f"\n```{_DEEPSEEK_CALL[2]}", end=_DEEPSEEK[1], separator="\n",
         ), signs=(_DEEPSEEK[0], "```json"),
     ),
+    _dsml_calls("function_calls"),
+    _dsml_calls("tool_calls"),
     ToolFormat("deepseek_v31", _DEEPSEEK[:1], NamedCalls(*_DEEPSEEK_CALL, end=_DEEPSEEK[1])),
     ToolFormat("seed_oss", ("<seed:tool_call>", "<function="), _xml_calls("<seed:tool_call>")),
     ToolFormat(
@@ -149,6 +167,15 @@ _TOOL_FORMATS = (
     ToolFormat("mistral", ("[TOOL_CALLS]",), MistralCalls(is_named=False)),
     ToolFormat("cohere_command3", ("<|START_ACTION|>",), _cohere_calls("<|END_ACTION|>")),
     ToolFormat("cohere_command_r", _COMMAND_R, _cohere_calls("```"), signs=(_COMMAND_R[0], "tool_name")),
+    ToolFormat(
+        "apertus", ("<|tools_prefix|>[",), NamedCalls(
+            before_name='{"', after_name='": ', after_call="}", end="]<|tools_suffix|>", separator=", "
+        ), signs=("<|tools_prefix|>",),
+    ),
+    ToolFormat(
+        "olmo3", ("<function_calls>",), PythonCalls("", "\n", "</function_calls>"),
+        signs=("<functions>", "<function_calls>"),
+    ),
     ToolFormat("hunyuan_a13b", ("<tool_calls>",), JsonCalls(end="</tool_calls>")),
     ToolFormat(
         "phi4_mini_json", ("<|tool_call|>", "functools"), JsonCalls(end="<|/tool_call|>"), signs=("<|/tool|>",)
@@ -158,6 +185,7 @@ _TOOL_FORMATS = (
     ToolFormat(
         "llama3_json", ("<|python_tag|>",), JsonCalls(separator="; ", arguments_key="parameters"), begins_bare=True
     ),
+    ToolFormat("pythonic", ("<|python_start|>",), PythonCalls("[", ", ", "]", "<|python_end|>"), begins_bare=True),
 )  # fmt: skip
 TOOL_FORMATS = {tool_format.name: tool_format for tool_format in _TOOL_FORMATS}
 """By name, in the order in which a chat template is compared with their signs."""
@@ -219,7 +247,7 @@ def choose_reasoning_format(choice: str, chat_template: str | None) -> Reasoning
 def shows_special_tokens(
     reasoning: ReasoningFormat | None, tools: ToolFormat | None, special_token_texts: Collection[str]
 ) -> bool:
-    """Whether a tag is a special token, so that special tokens must stay in the text that is parsed."""
+    """Whether a tag contains a special token, so that special tokens must stay in the text that is parsed."""
     tags = [*tools.tags] if tools else []
     tags += [*reasoning.starts, *reasoning.ends, *reasoning.answer] if reasoning else []
-    return any(tag in special_token_texts for tag in tags)
+    return any(text and text in tag for text in special_token_texts for tag in tags)

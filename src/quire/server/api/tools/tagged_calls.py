@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.server.api.tools.call_reader import Call, CallReader
-from quire.server.api.tools.call_styles import Part, Schemas, Written
+from quire.server.api.tools.call_styles import Part, Schemas, Written, const
 from quire.server.api.tools.json_text import is_json
 from quire.server.api.tools.reader import Reader, Reading, Sink
 from quire.server.api.tools.schemas import json_type, json_types, listed, properties, property_schemas, required
@@ -35,6 +35,8 @@ class TaggedCalls:
     """A line break at its end does not belong to the value, nor does then one after the value."""
     after_value: str
     end: str
+    states_strings: bool = False
+    """Whether `after_key` has a place, `{}`, where `true` or `false` says if the value is a text, or JSON."""
 
     def read(self, calls: CallReader, tag: str) -> Reading[None]:
         """Read one call. It begins when its name and the first key, or its end, are known. `before_name` may be
@@ -70,12 +72,18 @@ class TaggedCalls:
         while (yield from calls.marks(self.before_key)):
             pieces: list[str] = []
             yield from calls.reader.run(keys, pieces.append)
-            if not pieces or not (yield from calls.marks(self.after_key)):
-                return True
             key = "".join(pieces).strip()
+            types = json_types(schemas.get(key))
+            if self.states_strings:
+                before, _, after = self.after_key.partition("{}")
+                stated = (yield from calls.marks(before)) and (yield from calls.reader.match_any(["true", "false"]))
+                if not key or not stated or not (yield from calls.reader.match(after)):
+                    return True
+                types = _TEXT if stated == "true" else frozenset()
+            elif not key or not (yield from calls.marks(self.after_key)):
+                return True
             call.take_arguments(f"{', ' if call.has_begun else '{'}{json.dumps(key, ensure_ascii=False)}: ")
             yield from calls.reader.match(line_break)
-            types = json_types(schemas.get(key))
             if types == _TEXT:
                 complete = yield from _scan_text(calls.reader, end, line_break, call.take_arguments)
             else:
@@ -95,22 +103,19 @@ class TaggedCalls:
     def _written_arguments(self, schema: dict[str, Any]) -> Iterator[Part]:
         needed, schemas = required(schema), property_schemas(schema)
         for key in dict.fromkeys([*schemas, *needed]):
-            head = _const(self.before_key + key + self.after_key)
+            is_text = json_types(schemas.get(key)) == _TEXT
+            head = const(self.before_key + key + self.after_key.replace("{}", json.dumps(is_text)))
             pair = {"type": "sequence", "elements": [head, *self._written_value(schemas.get(key, {}))]}
-            yield pair if key in needed else {"type": "or", "elements": [_const(""), pair]}
+            yield pair if key in needed else {"type": "or", "elements": [const(""), pair]}
 
     def _written_value(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
         if json_types(schema) != _TEXT:
-            return [{"type": "json_schema", "json_schema": schema}, _const(self.after_value)]
+            return [{"type": "json_schema", "json_schema": schema}, const(self.after_value)]
         if texts := [text for text in listed(schema) if isinstance(text, str)]:
-            return [{"type": "or", "elements": [*map(_const, texts)]}, _const(self.after_value)]
+            return [{"type": "or", "elements": [*map(const, texts)]}, const(self.after_value)]
         mark = self.after_value.rstrip()
         text = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": mark}
-        return [text, _const(self.after_value[len(mark) :])]
-
-
-def _const(text: str) -> dict[str, Any]:
-    return {"type": "const_string", "value": text}
+        return [text, const(self.after_value[len(mark) :])]
 
 
 def _scan_text(reader: Reader, end: str, line_break: str, sink: Sink) -> Reading[bool]:

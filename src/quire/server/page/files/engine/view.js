@@ -245,7 +245,7 @@ export class EngineView {
       .filter((reason) => counters[`prefix_missed_${reason}`])
       .map((reason) => `${count(counters[`prefix_missed_${reason}`])} ${reason.replace("_", " ")}`);
     setText(byId("speed-note"), `Solid: ${count(counters.generated_tokens)} generated tokens in total. Dashed, with its own scale: ${count(counters.prompt_tokens)} prompt tokens. `
-      + (counters.drafts ? `Of ${plural(counters.drafts, "draft")}, ${count(counters.accepted_drafts)} were accepted. ` : "")
+      + (counters.drafts ? `Of ${plural(counters.drafts, "draft")}, ${count(counters.accepted_drafts)} were accepted${byDrafter(counters)}. ` : "")
       + (misses.length ? `Prompt tokens not found in the cache: ${misses.join(", ")}.` : ""));
   }
 
@@ -295,4 +295,12 @@ function makeEvent({ event }) {
     element("span", { class: PRESSURE.has(event.kind) ? "pressure" : "" }, event.kind + times),
     element("span", { title: `${event.request_id ?? ""} ${text}` }, text),
   );
+}
+
+// Of several drafters, how much of each one's drafts was accepted.
+function byDrafter(counters) {
+  const parts = Object.keys(counters)
+    .filter((name) => name.startsWith("drafts_") && counters[name])
+    .map((name) => `${name.slice(7)} ${count(counters[`accepted_${name}`])} of ${count(counters[name])}`);
+  return parts.length > 1 ? ` (${parts.join(", ")})` : "";
 }

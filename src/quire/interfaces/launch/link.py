@@ -1,0 +1,133 @@
+"""EngineLink: an engine that was started somewhere, and the bytes to and from it; here in a process of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+READ_AHEAD_BYTES = 1024**2
+
+_EXIT_LIMIT_S = 5.0
+"""An engine process ends when its socket is closed. After this time it is killed."""
+
+
+class EngineLink(Protocol):
+    """An engine process, and the connection to it. Whoever launches it owns it and calls `end` once it is not needed.
+
+    It is used in one event loop. A closed connection ends the engine process.
+    """
+
+    reader: asyncio.StreamReader
+    """What the engine sends; at its end if the engine has ended."""
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process; None if it runs on another machine."""
+
+    @property
+    def clock_s(self) -> float:
+        """Seconds by which time.monotonic() of the engine is ahead of this process's; 0 on one machine."""
+
+    def write(self, data: bytes) -> None:
+        """Queue bytes to be sent. They are dropped if the connection has ended."""
+
+    async def drain(self) -> None:
+        """Wait until little is left to send, or the connection has ended."""
+
+    def close(self) -> None:
+        """Close the connection."""
+
+    def kill(self) -> None:
+        """Kill the engine without waiting for anything."""
+
+    async def end(self) -> str:
+        """Close the connection, wait for the end of the process, and return a description of how it ended."""
+
+
+Launcher = Callable[[], Awaitable[EngineLink]]
+"""Starts an engine process, which waits for its Start message."""
+
+
+class ProcessLink:
+    """An engine in a process of this machine, behind a socket."""
+
+    clock_s = 0.0
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.reader = reader
+        self._process = process
+        self._writer = writer
+
+    @classmethod
+    async def launch(cls) -> ProcessLink:
+        """Start an engine process."""
+        ours, its = socket.socketpair()
+        with its:
+            try:
+                process = start_process(its)
+                reader, writer = await asyncio.open_unix_connection(sock=ours, limit=READ_AHEAD_BYTES)
+            except BaseException:
+                ours.close()
+                raise
+        return cls(process, reader, writer)
+
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._process.pid
+
+    def write(self, data: bytes) -> None:
+        """Queue bytes to be sent."""
+        self._writer.write(data)
+
+    async def drain(self) -> None:
+        """Wait until little is left to send, or the connection has ended."""
+        with contextlib.suppress(OSError):
+            await self._writer.drain()
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._writer.close()
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self._process.kill()
+
+    async def end(self) -> str:
+        """Close the socket, wait for the process to end, and return a description of how it ended."""
+        self._writer.close()
+        waiting = asyncio.get_running_loop().run_in_executor(None, _wait_for, self._process)
+        await asyncio.shield(waiting)  # continues where the event loop ends
+        status = self._process.returncode
+        ended = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        return f"its process {ended}"
+
+
+def _wait_for(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the end of a process whose socket was closed."""
+    try:
+        process.wait(_EXIT_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def start_process(its: socket.socket) -> subprocess.Popen[bytes]:
+    """Start the process in a session of its own, so that Ctrl-C in a terminal reaches only the client."""
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+    descriptor = its.fileno()
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "quire.engine.process.engine_process", str(descriptor)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[descriptor],
+        env=environment,
+        start_new_session=True,
+    )

@@ -1,0 +1,73 @@
+"""Where the engines of `data_parallel_size` run: in processes of this machine, or as actors of a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from quire.common.errors import ConfigError
+from quire.config.args import EngineArgs
+from quire.config.machine import parse_bytes
+from quire.engine.routing.replicas import replica_args
+from quire.interfaces.launch.link import Launcher, ProcessLink
+from quire.interfaces.launch.ray_cluster import RayCluster
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Engines that have a place to run."""
+
+    engines: Sequence[tuple[EngineArgs, Launcher]]
+    """The arguments of each, and what starts its process, each time that one is needed."""
+    close: Callable[[], None] = lambda: None
+    """Gives the places back when the engines have ended; it blocks."""
+
+
+def place(args: EngineArgs) -> Placed:
+    """Find a place for each engine. Raises ConfigError if there are more engines than CPUs."""
+    return BACKENDS[args.distributed_executor_backend or "mp"](args)
+
+
+def _on_this_machine(args: EngineArgs) -> Placed:
+    return Placed([(part, ProcessLink.launch) for part in replica_args(args)])
+
+
+def _on_ray(args: EngineArgs) -> Placed:
+    """Each engine gets as many CPUs as threads, and of its node's memory an equal share with the engines beside it."""
+    if args.cpu_list is not None:
+        raise ConfigError(f"cpu_list={args.cpu_list!r}: Ray chooses the nodes and CPUs of engines; give num_threads")
+    limit = None
+    if args.memory_limit is not None:
+        limit = parse_bytes("memory_limit", args.memory_limit) // args.data_parallel_size
+    cluster = RayCluster.place(args)
+    part = replace(
+        args,
+        model=_for_any_folder(args.model),
+        tokenizer=_for_any_folder(args.tokenizer),
+        download_dir=_for_any_folder(args.download_dir),
+        data_parallel_size=1,
+        distributed_executor_backend=None,
+        ray_address=None,
+        num_threads=cluster.num_cpus,
+        memory_limit=limit,
+    )
+    engines = [
+        (replace(part, gpu_memory_utilization=args.gpu_memory_utilization / beside), partial(cluster.launch, number))
+        for number, beside in enumerate(cluster.engines_beside())
+    ]
+    return Placed(engines, cluster.close)
+
+
+def _for_any_folder(name: str | None) -> str | None:
+    """A path of this process's folder as an absolute one; other names as they are."""
+    return name if name is None or not Path(name).exists() else str(Path(name).absolute())
+
+
+BACKENDS: Mapping[str, Callable[[EngineArgs], Placed]] = {
+    "mp": _on_this_machine,
+    "uni": _on_this_machine,
+    "ray": _on_ray,
+}
+"""By `distributed_executor_backend`. vLLM's `uni` is the same as `mp`."""
