@@ -33,7 +33,7 @@ def fleet_report(fleet: FleetSimulator) -> dict[str, Any]:
         "busy": share(sum(engine.busy_s for engine in engines), fleet.engine_s),
         "deaths": fleet.num_deaths,
         "moved": fleet.num_moved,
-        "busiest_to_idlest": round(max(work) / min(work), 4) if work and min(work) else None,
+        "busiest_to_idlest": round(max(work) / min(work), 4) if all(work) and work else None,
         "tenants": tenant_figures(record.tenants),
         "outputs_digest": f"{record.outputs_digest:032x}",
     }
