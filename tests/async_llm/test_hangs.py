@@ -34,7 +34,7 @@ import socket, sys, time
 from quire.engine.process.messages import Heartbeat, Ready, to_frame
 from quire.common.outputs import EngineStats
 client = socket.socket(fileno=int(sys.argv[1]))
-counts = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"prefix_cache": {}, "adapters": {}, "drafts": {}}
+counts = {name: {} if "dict" in field.type else 0 for name, field in EngineStats.__dataclass_fields__.items()}
 def beats(progress, is_busy, count):
     for i in range(count):
         client.sendall(to_frame(Heartbeat(progress(i), is_busy)))

@@ -42,7 +42,7 @@ class Engine:
     def __init__(self) -> None:
         self.prefix = PrefixCacheStats()
         self.counts = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"num_blocks": 10}
-        self.counts |= {"adapters": {}, "drafts": {}}
+        self.counts |= {"adapters": {}, "drafts": {}, "tenant_drafts": {}}
 
     @property
     def group(self) -> SimpleNamespace:

@@ -48,7 +48,9 @@ class ListenedLLM(InProcessLLM):
 
     def stats(self) -> EngineStats:
         counts = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"num_blocks": 1}
-        return EngineStats(**counts | {"prefix_cache": PrefixCacheStats().to_dict(), "adapters": {}, "drafts": {}})
+        return EngineStats(
+            **counts | {"prefix_cache": PrefixCacheStats().to_dict(), "adapters": {}, "drafts": {}, "tenant_drafts": {}}
+        )
 
     async def generate(self, prompt, params, *, request_id: str, lora_request=None):
         self.params.append(params)
