@@ -234,6 +234,7 @@ def test_adapters_are_counted_by_name(engine, metrics):
 
 def use_drafts(engine):
     engine.counts["drafts"] = {"prediction": DraftStats([3, 1], 4, 7), "own": DraftStats([2, 0], 2, 2)}
+    engine.counts["tenant_drafts"] = {"team": DraftStats([5, 1], 6, 9)}
 
 
 def test_drafts_are_counted_by_drafter_and_position(engine, metrics):
@@ -322,3 +323,10 @@ def test_the_dashboard_asks_for_metrics_that_exist(metrics):
     assert {name for name in names if name not in known} == set()
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(ids) == len(set(ids))
+
+
+def test_drafts_are_counted_by_tenant(engine, metrics):
+    use_drafts(engine)
+    text = metrics.render()[0].decode()
+    found = dict(re.findall(r"^quire:tenant_(\w+)_total\{[^}]*tenant=\"team\"[^}]*\} ([0-9.]+)$", text, re.MULTILINE))
+    assert found == {"draft_tokens": "9.0", "accepted_draft_tokens": "6.0"}
