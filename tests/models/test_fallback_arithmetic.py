@@ -1,5 +1,6 @@
 """Which modules of the library transformers Quire's kernels compute: those that give the same, whatever their names."""
 
+from functools import partial, wraps
 from types import FunctionType
 from typing import Any
 
@@ -189,18 +190,25 @@ class Rotates(nn.Module):
         return apply_rotary_pos_emb(*args, **named)  # type: ignore[name-defined]  # noqa: F821
 
 
-def attention_of(library: Any) -> Any:
-    kind = type("Attention", (nn.Module,), {"forward": FunctionType(Rotates.forward.__code__, vars(library))})
-    return kind()
+def attention_of(library: Any, decorate: Any = lambda forward: forward) -> Any:
+    forward = decorate(FunctionType(Rotates.forward.__code__, vars(library)))
+    return type("Attention", (nn.Module,), {"forward": forward})()
 
 
 def calls_of(made: Any) -> list[Any]:
     return [((torch.zeros(1, 4, 8, device="meta"),), {"position_ids": POSITIONS.to("meta")})]
 
 
-def rotations(library: Any, made: Any, head_dim: int, change: Any = lambda cos: cos, **named: Any) -> list[Any]:
+def rotations(
+    library: Any,
+    made: Any,
+    head_dim: int,
+    change: Any = lambda cos: cos,
+    decorate: Any = lambda forward: forward,
+    **named: Any,
+) -> list[Any]:
     """What an attention module gives before and after the kernel takes over, and whether the kernel ran."""
-    tables, current, attention = Tables(made), CurrentBatch(), attention_of(library)
+    tables, current, attention = Tables(made), CurrentBatch(), attention_of(library, decorate)
     step = rotary_step(tables, calls_of(made))
     assert step is not None
     query, key = (torch.linspace(-1, 1, 4 * n * head_dim).view(1, 4, n, head_dim).transpose(1, 2) for n in (2, 1))
@@ -251,6 +259,33 @@ def test_what_has_no_table_is_rotated_by_the_library(given: Any, monkeypatch: py
 def test_functions_that_rotate_in_another_way_stay() -> None:
     """NanoChat rotates backwards, which no trial matches."""
     attention = attention_of(modeling_nanochat)
+    use_rotary_kernel(attention, CurrentBatch(), 1)
+    assert "forward" not in vars(attention)
+
+
+def hidden(forward: Any) -> Any:
+    """Keeps what it wraps in a place of its own."""
+    kept = [forward]
+    return wraps(forward)(lambda *args, **named: kept[0](*args, **named))
+
+
+def renamed(forward: Any) -> Any:
+    return wraps(forward)(lambda *args, turned=None, **named: forward(*args, **named))
+
+
+@pytest.mark.parametrize(("decorate", "calls"), [(renamed, 2), (lambda f: renamed(renamed(f)), 2), (hidden, 0)])
+def test_decorators_of_the_library_stay_around_what_rotates(
+    decorate: Any, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(rotations(modeling_llama, halves, 6)) == 2  # the function has been tried
+    called: list[str] = []
+    monkeypatch.setattr("quire.kernels.rotary_embedding", lambda *_, **__: called.append("kernel"))
+    rotations(modeling_llama, halves, 6, decorate=decorate)
+    assert len(called) == calls
+
+
+def test_what_python_did_not_define_stays() -> None:
+    attention = type("Attention", (nn.Module,), {"forward": partial(Rotates.forward)})()
     use_rotary_kernel(attention, CurrentBatch(), 1)
     assert "forward" not in vars(attention)
 

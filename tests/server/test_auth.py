@@ -48,6 +48,14 @@ def test_keys_come_from_arguments_environment_and_file(tmp_path):
     assert not ApiKeys.load(ServerArgs(), {})
 
 
+def test_an_admin_key_that_is_also_an_api_key_is_refused(monkeypatch):
+    monkeypatch.setenv("QUIRE_ADMIN_KEY", "third")
+    keys, admin_keys = ApiKeys.load_pair(ServerArgs(api_key=("first",), admin_key=("second",)))
+    assert (keys.name_of(b"first"), keys.name_of(b"second"), len(admin_keys)) == ("key-1", None, 2)
+    with pytest.raises(ConfigError, match="an admin key is also an API key"):
+        ApiKeys.load_pair(ServerArgs(api_key=("first", "third"), admin_key=("second",)))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [("sk-topsecret\n", "line 1"), ("ok:k\n\na/b:sk-topsecret", "line 3"), ("a:\n", "empty"),

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -149,8 +149,8 @@ def _table(cos: Tensor, sin: Tensor, step: int) -> RotaryTable:
 def use_rotary_kernel(module: Any, current: CurrentBatch, step: int) -> None:
     """Let an attention module of the library rotate by the kernel what it has tables for."""
     forward = type(module).forward
-    theirs = getattr(forward, "__globals__", {}).get(_ROTATES)
-    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__") or theirs is None:
+    theirs = getattr(inspect.unwrap(forward), "__globals__", {}).get(_ROTATES)
+    if theirs is None:
         return
     ways = {is_part: _interleaved(theirs, step, is_part) for is_part in (False, True)}
     if set(ways.values()) == {None}:
@@ -163,15 +163,25 @@ def use_rotary_kernel(module: Any, current: CurrentBatch, step: int) -> None:
             return theirs(query, key, cos, sin, *others, **named)
         return tuple(_rotated(x, table, way) for x in (query, key))
 
-    own = FunctionType(
-        forward.__code__,
-        {**forward.__globals__, _ROTATES: rotate},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
+    if (own := _calling(forward, rotate)) is not None:
+        module.forward = MethodType(own, module)
+
+
+def _calling(forward: Any, rotate: Callable[..., Any]) -> FunctionType | None:
+    """A function that is as `forward`, also where decorators wrap it, but rotates by `rotate`. None: it cannot be made
+    so, as nothing tells where a decorator keeps the function that it wraps."""
+    if not isinstance(forward, FunctionType):
+        return None
+    cells = forward.__closure__
+    if (wrapped := getattr(forward, "__wrapped__", None)) is not None:
+        inner = _calling(wrapped, rotate)
+        if inner is None or not any(cell.cell_contents is wrapped for cell in cells or ()):
+            return None
+        cells = tuple(CellType(inner) if cell.cell_contents is wrapped else cell for cell in cells or ())
+    scope = {**forward.__globals__, _ROTATES: rotate}
+    own = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, cells)
     own.__kwdefaults__ = forward.__kwdefaults__
-    module.forward = MethodType(own, module)
+    return own
 
 
 def _rotated(x: Tensor, table: RotaryTable, is_interleaved: bool) -> Tensor:
