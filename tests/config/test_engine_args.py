@@ -112,7 +112,7 @@ def test_the_ends_of_the_swap_space_are_in_its_range(swap_space):
         ({"max_model_len": 5.0}, "max_model_len=5.0: must be int or str or None, not float"),
         ({"kv_cache_dtype": None}, "kv_cache_dtype=None: must be str, not None"),
         ({"ray_address": "auto"}, "ray_address='auto' requires distributed_executor_backend='ray'"),
-        ({"distributed_executor_backend": "uni"}, "distributed_executor_backend='uni': "),
+        ({"distributed_executor_backend": "slurm"}, "distributed_executor_backend='slurm'"),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name(args, message):
