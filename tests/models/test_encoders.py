@@ -1,5 +1,6 @@
 """Encoders and their heads against transformers, and texts that have the same bits among any others."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from quire.config.model import ModelConfig
 from quire.models.activations import activation_bytes
 from quire.models.adapters.adapter import projections
 from quire.models.weights.loader import load_model
+from quire.runner import text_graphs
+from quire.runner.pooling import PooledReader
 from quire.runner.text_graphs import MAX_TOKENS, TextGraphs
 from tests.kernels.isas import ISAS, needs_native, using
 from tests.kernels.paged import same_bits
@@ -21,6 +24,7 @@ from tests.models.pooled_run import hidden_states, pooled
 from tests.models.test_activations import Watched
 
 TEXTS = [[2, *range(5, 5 + n), 3] for n in (1, 40, 7, 17)]
+EMBED = PoolSpec("embed")
 HEADS = ("ForSequenceClassification", "ForTokenClassification")
 
 
@@ -125,8 +129,8 @@ def test_projections_that_make_heads_of_distances_take_no_adapters(save_encoder:
     assert names == {"o_proj", "up_proj", "down_proj"}
 
 
-def scheduled(text: list[int], **how: Any) -> ScheduledSequence:
-    return ScheduledSequence(0, tuple(text), 0, (), pooled=PooledRows(0, len(text), PoolSpec("embed")), **how)
+def scheduled(text: list[int], spec: PoolSpec = EMBED, **how: Any) -> ScheduledSequence:
+    return ScheduledSequence(0, tuple(text), 0, (), pooled=PooledRows(0, len(text), spec), **how)
 
 
 @torch.inference_mode()
@@ -138,17 +142,35 @@ def test_a_replayed_text_has_the_bits_of_the_plain_pass(variant: str, save_encod
     backend, workspace = kernels.backend_for("cpu"), kernels.Workspace()
     if not backend.can_record or not model.can_record:
         pytest.skip("needs the native kernels, and a model without torch's arithmetic")
-    graphs = TextGraphs(model, backend, workspace)
+    read = PooledReader(model.pooler)
+    graphs = TextGraphs(model, read, backend, workspace)
     texts = [[2, 7, 3], [2, 8, 9, 3], [2, 9, 3], [2, 10, 11, 3], [2, 7, 3]]
-    for text in texts:
+    specs = [EMBED, PoolSpec("embed", normalize=False), PoolSpec("embed", dimensions=4), PoolSpec("token_embed")]
+    assert model.pooler.can_record(EMBED)
+    for text, spec in itertools.product(texts, specs):
         with workspace:
-            hidden, tensors = graphs.hidden([scheduled(text)])
-        assert tensors.query_start.tolist() == [0, len(text)]
-        assert same_bits(hidden, hidden_states(model, [text])[0])
+            result = graphs.run([scheduled(text, spec)])
+        how = {"normalize": spec.normalize, "dimensions": spec.dimensions}
+        assert same_bits(torch.from_numpy(result.pooled[0]), pooled(model, [text], spec.task, **how)[0])
+
+
+@torch.inference_mode()
+def test_few_recordings_are_kept(save_encoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_graphs, "MAX_RECORDINGS", 2)
+    family, fields = ENCODERS["bert"]
+    model: Any = load_model(ModelConfig.resolve(save_encoder(family, "Model", **fields)[0]))
+    backend, workspace = kernels.backend_for("cpu"), kernels.Workspace()
+    graphs = TextGraphs(model, PooledReader(model.pooler), backend, workspace)
+    recorded = list[int]()
+    monkeypatch.setattr(graphs, "_record", lambda n, spec, make=graphs._record: (recorded.append(n), make(n, spec))[1])
+    for length in (3, 4, 3, 5, 3, 4):
+        with workspace:
+            graphs.run([scheduled([2] * length)])
+    assert recorded == [3, 4, 5, 4]
 
 
 def test_long_texts_pairs_and_adapters_are_not_replayed() -> None:
-    text, can_replay = [2, 7, 3], TextGraphs(None, None, None).can_replay  # type: ignore[arg-type]
+    text, can_replay = [2, 7, 3], TextGraphs(None, None, None, None).can_replay  # type: ignore[arg-type]
     assert can_replay([scheduled(text)])
     assert can_replay([scheduled([2] * MAX_TOKENS)])
     assert not can_replay([scheduled([2] * (MAX_TOKENS + 1))])

@@ -1,5 +1,6 @@
 """Ctrl-C, delayed to the end of a step."""
 
+import _signal  # type: ignore[import-not-found]  # signal's functions look every handler up as an enumeration: 10 µs
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ def interrupt_deferred() -> Iterator[None]:
 
     Does nothing outside the main thread, or if the program handles the signal itself.
     """
-    handler = signal.getsignal(signal.SIGINT)
+    handler = _signal.getsignal(signal.SIGINT)
     if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -21,12 +22,12 @@ def interrupt_deferred() -> Iterator[None]:
     def remember(*_: object) -> None:
         nonlocal interrupted
         interrupted = True
-        signal.signal(signal.SIGINT, handler)
+        _signal.signal(signal.SIGINT, handler)
 
-    signal.signal(signal.SIGINT, remember)
+    _signal.signal(signal.SIGINT, remember)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        _signal.signal(signal.SIGINT, handler)
     if interrupted:
         raise KeyboardInterrupt

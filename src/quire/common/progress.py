@@ -159,14 +159,17 @@ class PromptsBar:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`num_compiling` returns how many requests wait for their grammars."""
-        look = _look("Processed prompts", total, "prompt") | {"miniters": 0, "mininterval": 0}  # shown at every update
         make = shown if callable(shown) else _bar_class() if shown and shows_bars() else None
-        self._bar: Any = None if make is None else make(**look)
+        self._bar: Any = None
         self._stats, self._num_compiling, self._clock = stats, num_compiling, clock
+        self._num_finished = 0  # not shown yet
+        if make is None:  # statistics take longer than all else here
+            return
+        look = _look("Processed prompts", total, "prompt") | {"miniters": 0, "mininterval": 0}  # shown at every update
+        self._bar = make(**look)
         self._start, self._start_s = stats(), clock()
         self._idle_s = self._start_s  # when grammars were last not being compiled
         self._due_s = self._start_s
-        self._num_finished = 0  # not shown yet
 
     def update(self, num_finished: int) -> None:
         """Count prompts that have finished. Call it after every step; it costs little between two updates."""

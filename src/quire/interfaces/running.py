@@ -119,29 +119,34 @@ class TokenizedFeed:
         self._places = range(num_prompts)
         self._tokenize = tokenize
         self._max_running = max_running
-        self._thread = ThreadPoolExecutor(1, "tokenize-texts")
+        self._thread: ThreadPoolExecutor | None = None
         self._made: dict[int, Tokenized] = {}
         self._num_ready = 0
         self._piece: Future[list[Tokenized]] | None = None
-        self._begin_piece()
-
-    def _begin_piece(self) -> None:
-        piece = self._places[self._num_ready : self._num_ready + PIECE]
-        if len(self._places) <= PIECE and piece:  # the first step has to wait for them all
-            self._piece = Future()
-            self._piece.set_result(self._tokenize(piece))
+        if num_prompts <= PIECE:  # the first step has to wait for them all
+            self._take_made(tokenize(self._places))
         else:
-            self._piece = self._thread.submit(self._tokenize, piece) if piece else None
+            self._thread = ThreadPoolExecutor(1, "tokenize-texts")
+            self._begin_piece(self._thread)
+
+    def _begin_piece(self, thread: ThreadPoolExecutor) -> None:
+        piece = self._places[self._num_ready : self._num_ready + PIECE]
+        self._piece = thread.submit(self._tokenize, piece) if piece else None
+
+    def _take_made(self, piece: list[Tokenized]) -> None:
+        for prompt in piece:
+            self._made[self._num_ready] = prompt
+            self._num_ready += 1
 
     def ready(self, num_running: int) -> int:
         """Return how many prompts `take` has; waits for the next ones only if no request runs."""
-        while self._piece is not None and num_running + len(self._made) <= self._max_running:
+        while self._thread is not None and self._piece is not None:
+            if num_running + len(self._made) > self._max_running:
+                break
             if (num_running or self._made) and not self._piece.done():
                 break
-            for prompt in self._piece.result():
-                self._made[self._num_ready] = prompt
-                self._num_ready += 1
-            self._begin_piece()
+            self._take_made(self._piece.result())
+            self._begin_piece(self._thread)
         return self._num_ready
 
     def take(self, place: int) -> Prompt:
@@ -152,8 +157,9 @@ class TokenizedFeed:
         return prompt
 
     def close(self) -> None:
-        """End the thread; a piece that it works on is finished."""
-        self._thread.shutdown(cancel_futures=True)
+        """End the thread, if there is one; a piece that it works on is finished."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
 
 
 def request_ids() -> Iterator[str]:

@@ -47,9 +47,9 @@ class ModelRunner:
         self._texts: TextGraphs | None = None
         self._read: LogitsReader | PooledReader
         if isinstance(model, PoolingModel):
-            self._read = PooledReader(model.pooler)
+            self._read = read = PooledReader(model.pooler)
             if not kv and backend.can_record and model.can_record:
-                self._texts = TextGraphs(model, backend, self._workspace)
+                self._texts = TextGraphs(model, read, backend, self._workspace)
         else:
             self._graphs = DecodeGraphs(model, kv, block_size, -(-max_model_len // block_size), self._workspace)
             self._read = LogitsReader(model, self._sampler)
@@ -77,7 +77,7 @@ class ModelRunner:
     def _call(self, sequences: Sequence[ScheduledSequence]) -> StepResult:
         """Call the model, and read the rows that the sequences want."""
         if self._texts is not None and self._texts.can_replay(sequences):
-            return self._read(*self._texts.hidden(sequences), sequences)
+            return self._texts.run(sequences)
         tensors = build_tensors(sequences, self.block_size)
         hidden = self.model(tensors, self.kv)  # [num_tokens, hidden]
         return self._read(hidden, tensors, sequences)

@@ -1,6 +1,6 @@
 """What the model's pooler makes of the hidden states of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -27,14 +27,26 @@ class PooledReader:
 
     def __call__(self, hidden: Tensor, tensors: BatchTensors, sequences: Sequence[ScheduledSequence]) -> StepResult:
         """hidden [num_tokens, hidden] of all sequences -> what was made of the rows of each."""
+        starts = tensors.query_start.tolist()
+
+        def pool(place: int, wanted: PooledRows) -> Pooled:
+            start, end = wanted.row, wanted.row + wanted.num_rows
+            rows = hidden[starts[place] + start : starts[place] + end]  # [num_rows, hidden]
+            vectors: Pooled = self._pooler.pool(rows, sequences[place].token_ids[start:end], wanted.spec).numpy()
+            return vectors
+
+        return self.result(sequences, pool)
+
+    def result(self, sequences: Sequence[ScheduledSequence], pool: Callable[[int, PooledRows], Pooled]) -> StepResult:
+        """Copies of what `pool` gives for the sequence at each place."""
         pooled: dict[int, Pooled] = {}
         errors: dict[int, str] = {}
-        for place, (scheduled, first) in enumerate(zip(sequences, tensors.query_start.tolist(), strict=False)):
+        for place, scheduled in enumerate(sequences):
             if scheduled.pooled is None:
                 continue
             try:
                 fault_point("pool.sequence", scheduled.seq_id)
-                pooled[place] = self._pool(hidden, first, scheduled, scheduled.pooled)
+                pooled[place] = _copied(pool(place, scheduled.pooled))
             except _NotFiniteError as error:
                 errors[place] = str(error)
             except Exception as error:
@@ -42,14 +54,13 @@ class PooledReader:
                 errors[place] = f"its hidden states could not be pooled: {type(error).__name__}"
         return StepResult((), pooled=pooled, pool_errors=errors)
 
-    def _pool(self, hidden: Tensor, first: int, scheduled: ScheduledSequence, wanted: PooledRows) -> Pooled:
-        start, end = wanted.row, wanted.row + wanted.num_rows
-        rows = hidden[first + start : first + end]  # [num_rows, hidden]
-        vectors = self._pooler.pool(rows, scheduled.token_ids[start:end], wanted.spec)
-        result: Pooled = vectors.numpy().copy()  # it may lie in memory that the next step uses
-        if not np.isfinite(result).all():
-            raise _NotFiniteError("the model gave values that are not finite (NaN or infinity); check its weights")
-        return result
+
+def _copied(vectors: Pooled) -> Pooled:
+    """A copy, since they may lie in memory that the next step uses. Raises _NotFiniteError."""
+    copied = vectors.copy()
+    if not np.isfinite(copied).all():
+        raise _NotFiniteError("the model gave values that are not finite (NaN or infinity); check its weights")
+    return copied
 
 
 def pooler_info(pooler: Pooler, hf: HFConfig, max_whole_tokens: int) -> PoolerInfo:

@@ -1,8 +1,10 @@
 """Steps of one short text through an encoder, recorded once for each number of tokens, then replayed.
 
-Most of the time of such a step is Python's between the kernels.
+Most of the time of such a step is Python's between the kernels. What the pooler makes of the text is recorded too,
+where it uses kernels alone.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,12 +13,15 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.common.batch import ScheduledSequence
+from quire.common.batch import Pooled, PoolSpec, ScheduledSequence, StepResult
 from quire.models.base import PoolingModel
 from quire.models.layers.batch_tensors import BatchTensors
+from quire.runner.pooling import PooledReader
 
 MAX_TOKENS = 64
 """Of a text; a longer one takes so long that Python's share no longer matters."""
+MAX_RECORDINGS = 256
+"""Recordings that are kept, the last used ones, since requests may want embeddings of many sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +30,23 @@ class _Recorded:
     tensors: BatchTensors
     hidden: Tensor
     """[num_tokens, hidden], where a replay writes it. The memory is shared with other computations."""
+    vector: Pooled | None
+    """What a replay makes of it, in such memory; None if the pooler is called instead."""
 
 
 class TextGraphs:
     """The recordings, which the backend and the model must be able to make, and the token ids that they share."""
 
-    def __init__(self, model: PoolingModel, backend: kernels.Backend, workspace: kernels.Workspace) -> None:
-        """The model has no cache."""
+    def __init__(
+        self, model: PoolingModel, read: PooledReader, backend: kernels.Backend, workspace: kernels.Workspace
+    ) -> None:
+        """The model has no cache. `read` has its pooler."""
         self._model = model
+        self._read = read
         self._backend = backend
         self._workspace = workspace
         self._token_ids = np.zeros(MAX_TOKENS, np.int64)
-        self._recorded: dict[int, _Recorded] = {}
+        self._recorded: OrderedDict[tuple[int, PoolSpec | None], _Recorded] = OrderedDict()
 
     def can_replay(self, sequences: Sequence[ScheduledSequence]) -> bool:
         """Whether the step is one short text, without an adapter, that is not the second of a pair."""
@@ -48,18 +58,35 @@ class TextGraphs:
             and first.adapter == -1
         )
 
-    def hidden(self, sequences: Sequence[ScheduledSequence]) -> tuple[Tensor, BatchTensors]:
-        """[num_tokens, hidden], and the inputs that it is made of."""
-        token_ids = sequences[0].token_ids
-        self._token_ids[: len(token_ids)] = token_ids
-        recorded = self._recorded.get(len(token_ids))
-        if recorded is None:
-            recorded = self._recorded[len(token_ids)] = self._record(len(token_ids))
-        else:
-            recorded.graph.replay()
-        return recorded.hidden.clone(), recorded.tensors
+    def run(self, sequences: Sequence[ScheduledSequence]) -> StepResult:
+        """What is made of the text."""
+        (text,) = sequences
+        self._token_ids[: len(text.token_ids)] = text.token_ids
+        recorded = self._replayed(len(text.token_ids), self._recorded_spec(text))
+        if recorded.vector is None:
+            return self._read(recorded.hidden.clone(), recorded.tensors, sequences)
+        vector = recorded.vector
+        return self._read.result(sequences, lambda *_: vector)
 
-    def _record(self, num_tokens: int) -> _Recorded:
+    def _recorded_spec(self, text: ScheduledSequence) -> PoolSpec | None:
+        """What the recording makes of all rows of the text; None for nothing."""
+        wanted = text.pooled
+        if wanted is None or wanted.num_rows < len(text.token_ids) or not self._model.pooler.can_record(wanted.spec):
+            return None
+        return wanted.spec
+
+    def _replayed(self, num_tokens: int, spec: PoolSpec | None) -> _Recorded:
+        recorded = self._recorded.get((num_tokens, spec))
+        if recorded is None:
+            recorded = self._recorded[num_tokens, spec] = self._record(num_tokens, spec)
+            if len(self._recorded) > MAX_RECORDINGS:
+                self._recorded.popitem(last=False)
+        else:
+            self._recorded.move_to_end((num_tokens, spec))
+            recorded.graph.replay()
+        return recorded
+
+    def _record(self, num_tokens: int, spec: PoolSpec | None) -> _Recorded:
         """Run the step, and keep what it ran."""
         tensors = BatchTensors(
             token_ids=torch.from_numpy(self._token_ids[:num_tokens]),
@@ -69,7 +96,9 @@ class TextGraphs:
             groups=(),
             logit_rows=torch.zeros(0, dtype=torch.int64),
         )
-        graph = self._backend.graph()
+        graph, vector = self._backend.graph(), None
         with self._workspace.recording(), graph.record():
             hidden = self._model(tensors, ())
-        return _Recorded(graph, tensors, kernels.borrowed(hidden))
+            if spec is not None:
+                vector = kernels.borrowed(self._model.pooler.pool(hidden, (), spec)).numpy()
+        return _Recorded(graph, tensors, kernels.borrowed(hidden), vector)

@@ -2,7 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,8 +34,12 @@ class Pooler(nn.Module, ABC):
     def pool(self, hidden: Tensor, token_ids: Sequence[int], spec: PoolSpec) -> Tensor:
         """hidden [num_rows, hidden], token_ids [num_rows] -> [size], or [num_rows, size] for tasks of tokens; float32.
 
-        The result is new memory. It depends on these rows alone.
+        It depends on these rows alone. It is valid until the next step.
         """
+
+    def can_record(self, spec: PoolSpec) -> bool:
+        """Whether `pool` makes this with kernels alone, whatever the tokens are."""
+        return False
 
 
 class EmbeddingPooler(Pooler):
@@ -58,16 +64,21 @@ class EmbeddingPooler(Pooler):
     def needs_all_rows(self, task: PoolingTask) -> bool:
         return task == "token_embed" or any(mode != "last" for mode in self._modes)
 
+    def can_record(self, spec: PoolSpec) -> bool:
+        return spec.task == "embed" and len(self._modes) == 1 and not self.steps
+
     def pool(self, hidden: Tensor, token_ids: Sequence[int], spec: PoolSpec) -> Tensor:
         is_of_tokens = spec.task == "token_embed"
-        # [num_rows, hidden] or [1, joined]
-        rows = hidden.float() if is_of_tokens else torch.cat([pool_row(hidden, mode) for mode in self._modes], dim=1)
+        rows = hidden.float() if is_of_tokens else self._joined(hidden)  # [num_rows, hidden] or [1, joined]
         if not is_of_tokens or self._fits_tokens:
             for step in self.steps:
                 rows = step(rows)
         rows = _cut_and_scaled(rows, spec, normalizes=self._normalizes)
-        vectors = rows if is_of_tokens else rows[0]
-        return vectors.clone()
+        return rows if is_of_tokens else rows[0]
+
+    def _joined(self, hidden: Tensor) -> Tensor:
+        pooled = [pool_row(hidden, mode) for mode in self._modes]
+        return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
 
 
 class MultiEmbeddingPooler(EmbeddingPooler):
@@ -99,10 +110,10 @@ class MultiEmbeddingPooler(EmbeddingPooler):
         start, end = int(token_ids[0] in self._first_ids), len(token_ids)
         if spec.task == "token_embed":
             vectors: Tensor = self.colbert_linear(hidden[start:].float())
-            return _cut_and_scaled(vectors, spec, normalizes=True).clone()
+            return _cut_and_scaled(vectors, spec, normalizes=True)
         end -= end > start and token_ids[-1] in self._last_ids
         weights: Tensor = self.sparse_linear(hidden[start:end].float())
-        return ACTIVATIONS["relu" if spec.activation in (None, True) else None](weights).clone()
+        return ACTIVATIONS["relu" if spec.activation in (None, True) else None](weights)
 
 
 class ClassPooler(Pooler):
@@ -134,16 +145,15 @@ class ClassPooler(Pooler):
         is_of_tokens = spec.task == "token_classify"
         logits = self.head(hidden.float() if is_of_tokens else pool_row(hidden, self._mode))
         values = self._activation(logits) if spec.activation in (None, True) else logits
-        vectors = values if is_of_tokens else values[0]
-        return vectors.clone()
+        return values if is_of_tokens else values[0]
 
 
 def pool_row(hidden: Tensor, mode: str) -> Tensor:
     """One row [1, hidden] float32 of hidden [num_rows, hidden]: its `first` or `last`, or as kernels.pool_rows."""
     if mode == "first":
-        return hidden[:1].float()
+        hidden, mode = hidden[:1], "mean"
     if mode == "last":
-        return hidden[-1:].float()
+        hidden, mode = hidden[-1:], "mean"
     return kernels.pool_rows(hidden, mode)[None]
 
 
@@ -159,5 +169,9 @@ def normalized(rows: Tensor) -> Tensor:
 
     It is a norm over the root mean square, whose weights make the root of a mean that of a sum.
     """
-    width = rows.shape[1]
-    return kernels.rms_norm(rows, rows.new_full((width,), width**-0.5), _NORM_EPS)
+    return kernels.rms_norm(rows, _root_of_mean(rows.shape[1]).to(rows.device), _NORM_EPS)
+
+
+@lru_cache(64)
+def _root_of_mean(width: int) -> Tensor:
+    return torch.from_numpy(np.full(width, width**-0.5, np.float32))
