@@ -50,6 +50,7 @@ CLASSES = ClassificationRequestOutput, ClassificationOutput
 SCORES = ScoringRequestOutput, ScoringOutput
 """What callers know the outputs of requests as: the class of a request's output, and that of the vector in it."""
 
+_DEFAULTS = PoolingParams()
 _Request = TypeVar("_Request", bound=PoolingRequestOutput[Any])
 
 
@@ -197,7 +198,7 @@ def _cosine_output(first: EmbeddingRequestOutput, second: EmbeddingRequestOutput
 def pooling_params(given: Any, replaced: Mapping[str, Any], num_prompts: int) -> list[PoolingParams]:
     """Return the parameters of each prompt, with those values of `replaced` that are not None. Raises
     InvalidParamsError if their number is another, or their task."""
-    listed = given if isinstance(given, Sequence) else [given or PoolingParams()]
+    listed = given if isinstance(given, Sequence) else [given or _DEFAULTS]
     values = {name: value for name, value in replaced.items() if value is not None}
     task = values.get("task")
     for params in listed:

@@ -189,16 +189,9 @@ def run_pooling(
             found += tokenized(inputs, [prompts[place] for place in piece], params[piece[0]])
         return found
 
-    early = dict[int, Tokenized]()
     whole = (place for place in range(len(prompts)) if params[place].truncate_prompt_tokens is None)
     long = [place for place in whole if may_be_too_long(inputs, prompts[place])]
-    with progress("tokenizing", len(long), "text") if use_tqdm else nullcontext(lambda: None) as advance:
-        for place in long:
-            (made,) = tokenize((place,))
-            if isinstance(made, PromptTooLongError):
-                raise made if alone else PromptTooLongError(f"prompt {place}: {made}")
-            early[place] = _with_ids(made, partial(array, "i"))
-            advance()
+    early = _tokenized_early(long, tokenize, alone=alone, use_tqdm=use_tqdm) if long else {}
 
     def tokenize_others(places: Sequence[int]) -> list[Tokenized]:
         others = iter(tokenize([place for place in places if place not in early]))
@@ -210,6 +203,25 @@ def run_pooling(
     with closing(TokenizedFeed(len(prompts), tokenize_others, 2 * engine.config.scheduler.max_num_seqs)) as feed:
         run = Run(engine, request_ids, prompts, add, alone=alone, ready=feed.ready, raised=(PromptTooLongError,))
         return run.outputs(use_tqdm)
+
+
+def _tokenized_early(
+    places: Sequence[int],
+    tokenize: Callable[[Sequence[int]], list[Tokenized]],
+    *,
+    alone: bool,
+    use_tqdm: BarChoice,
+) -> dict[int, Tokenized]:
+    """The prompts at places whose texts may be too long. Raises PromptTooLongError."""
+    early = dict[int, Tokenized]()
+    with progress("tokenizing", len(places), "text") if use_tqdm else nullcontext(lambda: None) as advance:
+        for place in places:
+            (made,) = tokenize((place,))
+            if isinstance(made, PromptTooLongError):
+                raise made if alone else PromptTooLongError(f"prompt {place}: {made}")
+            early[place] = _with_ids(made, partial(array, "i"))
+            advance()
+    return early
 
 
 def _with_ids(prompt: Tokenized, kind: Callable[[Any], Any]) -> Any:

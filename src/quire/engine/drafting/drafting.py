@@ -256,6 +256,6 @@ class Drafting:
 
 
 def make_drafting(config: EngineConfig) -> Drafting | None:
-    """What proposes an engine's drafts; None if nothing does."""
-    drafters = make_drafters(config.speculative)
+    """What proposes an engine's drafts; None if nothing does, or the model draws no tokens."""
+    drafters = make_drafters(config.speculative) if config.model.runner == "generate" else ()
     return Drafting(drafters, config.speculative, config.model.max_model_len) if drafters else None
