@@ -192,6 +192,24 @@ def test_engines_that_do_not_start_fail_requests_but_are_started_again() -> None
     play(scene)
 
 
+def test_a_restart_of_a_lost_engine_ends_with_the_next_attempt() -> None:
+    async def scene(stage: Stage, listener: Listener) -> None:
+        stage.awake_when_lost.clear()
+        stage.failures = [OutOfMemoryError("no room")] * (MAX_FAILED_STARTS + 1)
+        stage.clients[0].die()
+        await stage.until(lambda: len(stage.was_lost) == MAX_FAILED_STARTS + 1)
+        restarting = asyncio.create_task(stage.supervisor.restart())
+        await asyncio.sleep(0)
+        stage.awake_when_lost.set()
+        stage.awake_when_lost.clear()  # the delay that runs ends, and the next one does not
+        with pytest.raises(EngineDeadError, match="the latest start failed .no room"):
+            await asyncio.wait_for(restarting, 10)
+        stage.awake_when_lost.set()
+        await stage.restarted(2)
+
+    play(scene)
+
+
 def test_other_engines_have_the_context_that_the_first_had_room_for() -> None:
     async def scene(stage: Stage, listener: Listener) -> None:
         stage.clients[0].die()

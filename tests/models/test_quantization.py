@@ -114,6 +114,8 @@ def test_the_plan_counts_what_the_layers_keep(quantization: str, bits: float) ->
 def test_unknown_and_contradicting_quantizations_are_refused(saved: Path) -> None:
     with pytest.raises(ConfigError, match="quantization='int_8', did you mean 'int8'"):
         LLM(quantization="int_8")
+    with pytest.raises(ConfigError, match=r"='gtpq', did you mean 'gptq'\? \(allowed: int8, .* so: gptq, awq, "):
+        LLM(quantization="gtpq")
     with pytest.raises(ConfigError, match="are int4 already"):
         LLM(model=str(saved), quantization="int8")
     assert LLM(model=str(saved), quantization="int4", max_model_len=32).generate(

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from types import SimpleNamespace
+from typing import Literal
 
 import msgspec
 import pytest
@@ -19,6 +20,14 @@ class Part(msgspec.Struct):
     more: "list[Part] | None" = None
 
 
+class Round(msgspec.Struct, tag="round"):
+    size: Literal["small", "large"]
+
+
+class Square(msgspec.Struct, tag="square"):
+    size: Literal["large", "huge"]
+
+
 class Body(msgspec.Struct, kw_only=True):
     name: str
     count: int | None = None
@@ -27,6 +36,10 @@ class Body(msgspec.Struct, kw_only=True):
     parts: list[Part] | None = None
     anything: dict | None = None
     renamed: Part | None = msgspec.field(default=None, name="schema")
+    color: Literal["red", "green"] | Part | None = None
+    colors: list[Literal["red", "green"]] | None = None
+    by_name: dict[str, Literal["red", "green"]] | None = None
+    shapes: list[Round | Square] | None = None
 
 
 def refusal(raw: bytes) -> ApiError:
@@ -70,6 +83,27 @@ def test_unknown_fields_are_named_by_their_place(raw, unknown):
         (b"{}", "name: object missing required field name", "name"),
         (b'{"name": "a", "part": {}}', "part.kind: object missing required field kind", "part.kind"),
         (b"[]", "invalid body: expected object, got array", None),
+        (b'{"name": "a", "color": "blue"}', "color: invalid enum value 'blue' (allowed: green, red)", "color"),
+        (
+            b'{"name": "a", "colors": ["red", "r"]}',
+            "colors[1]: invalid enum value 'r' (allowed: green, red)",
+            "colors[1]",
+        ),
+        (
+            b'{"name": "a", "by_name": {"x.y]": "r"}}',
+            "by_name[...]: invalid enum value 'r' (allowed: green, red)",
+            "by_name[...]",
+        ),
+        (
+            b'{"name": "a", "shapes": [{"type": "r"}]}',
+            "shapes[0].type: invalid value 'r' (allowed: round, square)",
+            "shapes[0].type",
+        ),
+        (
+            b'{"name": "a", "shapes": [{"type": "round", "size": "huge"}]}',
+            "shapes[0].size: invalid enum value 'huge' (allowed: huge, large, small)",
+            "shapes[0].size",
+        ),
     ],
 )
 def test_a_wrong_field_is_named_in_the_message_and_as_param(raw, message, param):

@@ -102,7 +102,8 @@ def test_a_wrong_argument_is_refused_by_name(given, message, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "nearest"), [("log_format", "jsno", "json"), ("tool_parser", "hrmes", "hermes")]
+    ("name", "value", "nearest"),
+    [("log_format", "jsno", "json"), ("tool_parser", "hrmes", "hermes"), ("reasoning_parser", "thinks", "think")],
 )
 def test_a_wrong_choice_suggests_the_nearest(name, value, nearest):
     with pytest.raises(ConfigError, match=f"^{name}='{value}', did you mean '{nearest}'"):

@@ -118,10 +118,14 @@ def test_the_engine_that_is_watched_is_chosen() -> None:
             async with watching(app_over(llm), query) as watcher:
                 await watcher.next()
             assert llm.watched == number
-        for wrong in (b"engine=2", b"engine=-1", b"engine=x", b"engine="):
-            async with watching(app_over(WatchedLLM([])), wrong) as watcher:
-                assert b"the model has 2 engines, numbered from 0" in await watcher.next()
+        for wrong in (b"2", b"-1", b"x", b""):
+            async with watching(app_over(WatchedLLM([])), b"engine=" + wrong) as watcher:
+                assert b"engine='" + wrong + b"': must be from 0 to 1" in await watcher.next()
                 assert watcher.status == 400
+        alone = WatchedLLM([])
+        alone.group = SimpleNamespace(engines=[None])
+        async with watching(app_over(alone), b"engine=3") as watcher:
+            assert b"engine='3': must be 0, since the model has one engine" in await watcher.next()
 
     asyncio.run(watch())
 

@@ -129,7 +129,9 @@ class ServerArgs:
         check_types(self)
         check_choice("log_format", self.log_format, LOG_FORMATS)
         check_choice("tool_parser", own_format("tool_parser", self.tool_parser), TOOL_PARSERS)
-        own_format("reasoning_parser", self.reasoning_parser)
+        reasoning_parser = own_format("reasoning_parser", self.reasoning_parser)
+        if "..." not in reasoning_parser:
+            check_choice("reasoning_parser", reasoning_parser, REASONING_PARSERS)
         check_choice("chat_template_content_format", self.chat_template_content_format, CONTENT_FORMATS)
         self.chat_template_text()
         for name, least in _AT_LEAST.items():

@@ -25,8 +25,9 @@ def check_quantization(quantization: str | None) -> None:
     method that a checkpoint may be quantized with."""
     if quantization is not None and quantization not in (*QUANTIZATIONS, *_NAMED_METHODS):
         raise ConfigError(
-            f"quantization={quantization!r}{nearest_name(quantization, QUANTIZATIONS)} "
-            f"(allowed: {', '.join(QUANTIZATIONS)}, or none)"
+            f"quantization={quantization!r}{nearest_name(quantization, (*QUANTIZATIONS, *_NAMED_METHODS))} "
+            f"(allowed: {', '.join(QUANTIZATIONS)}, none, or for a checkpoint that is quantized so: "
+            f"{', '.join(_NAMED_METHODS)})"
         )
 
 

@@ -184,9 +184,10 @@ class Supervisor:
                 logger.error("the engine%s could not be started (attempt %d): %s", self._of, num_failed, error)
                 cause = f"{cause}, and the latest start failed ({error})"[:500]
                 death = self._note_death(cause)
+                if num_failed >= MAX_FAILED_STARTS:
+                    self._end_restart()
                 if num_failed == MAX_FAILED_STARTS:
                     self.is_lost = True
-                    self._end_restart()
                     for user in users:
                         user.on_loss(death)
             else:

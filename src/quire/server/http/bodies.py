@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 from starlette.requests import ClientDisconnect, Request
 
 from quire.server.http.errors import OLLAMA_PATH, ApiError, invalid
@@ -28,6 +29,7 @@ MAX_BODIES = 16
 _SMALL_BYTES = 1024**2
 """Bodies up to this size are always accepted."""
 _PLACE = re.compile(r"(?P<what>.*) - at `(?:key in )?\$\.?(?P<where>.*)`", re.DOTALL)  # the last place in the message
+_STEP = re.compile(r"\[|\b[A-Za-z_]\w*")  # of a place such as `tools[0].type`: tools, [, type
 _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
@@ -62,7 +64,7 @@ def decode(raw: bytes | bytearray, kind: type[T]) -> tuple[T, list[str]]:
         json.loads(raw, object_pairs_hook=_check_keys, parse_int=_check_int if has_long_numbers else None)
         body = msgspec.convert(data, kind, strict=True)
     except msgspec.ValidationError as error:
-        raise _wrong_field(str(error)) from None
+        raise _wrong_field(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid(f"the body is not valid JSON in UTF-8: {error}", code="invalid_json") from None
     except RecursionError:
@@ -134,7 +136,7 @@ def _check_keys(pairs: list[tuple[str, Any]]) -> None:
         raise invalid(f"the field {key[:100]!r} occurs twice", key[:100], "duplicate_field")
 
 
-def _wrong_field(message: str) -> ApiError:
+def _wrong_field(message: str, kind: type) -> ApiError:
     """Convert the decoder's message: "Expected `int`, got `str` - at `$.max_tokens`"."""
     found = _PLACE.fullmatch(message)
     what, where = (found["what"], found["where"]) if found else (message, "")
@@ -142,8 +144,35 @@ def _wrong_field(message: str) -> ApiError:
         where = f"{where}.{missing.group(1)}".removeprefix(".")
     what = what.replace("`", "")
     what = what[:1].lower() + what[1:]
+    if what.startswith("invalid ") and (allowed := _allowed(kind, where)):
+        what += f" (allowed: {', '.join(allowed)})"
     is_field = where[:1].isalpha()
     return invalid(f"{where}: {what}" if is_field else f"invalid body: {what}", where if is_field else None)
+
+
+def _allowed(kind: type, where: str) -> list[str]:
+    """The texts that a place in a body may have; none if it is not a choice."""
+    kinds = [inspect.type_info(kind)]
+    for step in _STEP.findall(where):
+        kinds = [inner for outer in _alternatives(kinds) for inner in _inside(outer, step)]
+    choices = [one for one in _alternatives(kinds) if isinstance(one, inspect.LiteralType)]
+    return sorted({str(value) for choice in choices for value in choice.values})
+
+
+def _alternatives(kinds: list[inspect.Type]) -> Iterator[inspect.Type]:
+    for kind in kinds:
+        yield from kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+
+
+def _inside(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
+    """The types of what is one step inside."""
+    match kind:
+        case inspect.ListType(item_type=inner) | inspect.DictType(value_type=inner) if step == "[":
+            yield inner
+        case inspect.StructType(fields=fields, tag_field=tag_field, tag=tag):
+            yield from (field.type for field in fields if field.encode_name == step)
+            if step == tag_field:
+                yield inspect.LiteralType((tag,))
 
 
 def _unknown_fields(data: Any, made: Any, where: str) -> Iterator[str]:

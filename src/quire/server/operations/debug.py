@@ -65,7 +65,8 @@ def _engine(request: Request, llm: AsyncLLM) -> int:
     """The number that `?engine=` gives, 0 by default. Raises ApiError (400) if the model has no such engine."""
     text, number = request.query_params.get("engine", "0"), len(llm.group.engines)
     if not (text.isascii() and text.isdecimal() and len(text) < 5 and int(text) < number):
-        raise invalid(f"engine is {text[:50]!r}; the model has {number} engines, numbered from 0", "engine")
+        allowed = "must be 0, since the model has one engine" if number == 1 else f"must be from 0 to {number - 1}"
+        raise invalid(f"engine={text[:50]!r}: {allowed}", "engine")
     return int(text)
 
 
