@@ -1,6 +1,18 @@
 """Which tests concern which source file, for reliability/mutants.py."""
 
 SCHEDULE = ("engine/test_schedule.py", "engine/test_preemption.py", "engine/test_sharing.py", "engine/test_samples.py")
+SCHEDULING = (
+    *SCHEDULE,
+    "engine/test_planning.py",
+    "engine/test_out_of_blocks.py",
+    "engine/test_policy.py",
+    "engine/test_step_target.py",
+    "engine/test_beam_search.py",
+    "engine/test_failed_steps.py",
+    "engine/test_drafts.py",
+    "engine/test_unfinished_requests.py",
+    "engine/test_cache_view.py",
+)
 IN_ENGINE = ("engine/test_params_in_engine.py", "engine/test_prompts_in_engine.py")
 PARAMS = ("config/test_params.py", *IN_ENGINE)
 CHECKPOINTS = (
@@ -89,19 +101,17 @@ TESTS: dict[str, tuple[str, ...]] = {
         "server/test_completions.py",
         "server/test_streams.py",
     ),
-    "engine/scheduling/": (
-        *SCHEDULE,
-        "engine/test_planning.py",
-        "engine/test_out_of_blocks.py",
-        "engine/test_policy.py",
-        "engine/test_step_target.py",
-        "engine/test_beam_search.py",
-        "engine/test_failed_steps.py",
+    "engine/scheduling/": SCHEDULING,
+    "engine/scheduling/draft_slots.py": (
         "engine/test_drafts.py",
-        "engine/test_unfinished_requests.py",
-        "engine/test_cache_view.py",
+        "engine/test_commit.py",
+        "engine/test_draft_model.py",
+        "engine/test_engine_processors.py",
+        "speculation/test_drafting.py",
     ),
+    "engine/scheduling/loaded_adapters.py": ("engine/test_loaded_adapters.py",),
     "engine/scheduling/policy.py": ("engine/test_policy.py",),
+    "engine/scheduling/scheduler.py": (*SCHEDULING, "engine/test_loaded_adapters.py"),
     "engine/scheduling/scheduled.py": ("engine/test_scheduled_sequence.py",),
     "engine/scheduling/step_plan.py": ("engine/test_step_plan.py",),
     "engine/scheduling/step_time.py": ("engine/test_step_time.py", "engine/test_step_target.py"),
