@@ -1,6 +1,18 @@
 """Which tests concern which source file, for reliability/mutants.py."""
 
 SCHEDULE = ("engine/test_schedule.py", "engine/test_preemption.py", "engine/test_sharing.py", "engine/test_samples.py")
+SCHEDULING = (
+    *SCHEDULE,
+    "engine/test_planning.py",
+    "engine/test_out_of_blocks.py",
+    "engine/test_policy.py",
+    "engine/test_step_target.py",
+    "engine/test_beam_search.py",
+    "engine/test_failed_steps.py",
+    "engine/test_drafts.py",
+    "engine/test_unfinished_requests.py",
+    "engine/test_cache_view.py",
+)
 IN_ENGINE = ("engine/test_params_in_engine.py", "engine/test_prompts_in_engine.py")
 PARAMS = ("config/test_params.py", *IN_ENGINE)
 CHECKPOINTS = (
@@ -54,11 +66,18 @@ TESTS: dict[str, tuple[str, ...]] = {
     "config/scheduler.py": ("config/test_bounds.py", "engine/test_policy.py"),
     "config/speculative.py": ("config/test_speculative.py",),
     "engine/drafting/": (
-        "speculation/test_drafters.py",
         "speculation/test_drafting.py",
         "speculation/test_lengths.py",
-        "speculation/test_lookup.py",
+        "speculation/test_model_drafts.py",
+        "engine/test_planned_drafts.py",
+        "engine/test_drafts.py",
     ),
+    "engine/drafting/drafters.py": ("speculation/test_drafters.py",),
+    "engine/drafting/forced.py": ("engine/test_forced_drafts.py",),
+    "engine/drafting/lookup.py": ("speculation/test_lookup.py",),
+    "engine/drafting/model_drafts.py": ("speculation/test_model_drafts.py",),
+    "engine/drafting/recent.py": ("speculation/test_lookup.py",),
+    "engine/drafting/search_time.py": ("speculation/test_search_time.py", "speculation/test_lengths.py"),
     "engine/requests/": (*SCHEDULE, "engine/test_beam_search.py", "engine/test_logprobs.py"),
     "engine/requests/grammar_queue.py": ("grammar/test_queue.py",),
     "engine/requests/beam_search.py": ("engine/test_beam_selector.py", "engine/test_beam_search.py"),
@@ -89,19 +108,15 @@ TESTS: dict[str, tuple[str, ...]] = {
         "server/test_completions.py",
         "server/test_streams.py",
     ),
-    "engine/scheduling/": (
-        *SCHEDULE,
-        "engine/test_planning.py",
-        "engine/test_out_of_blocks.py",
-        "engine/test_policy.py",
-        "engine/test_step_target.py",
-        "engine/test_beam_search.py",
-        "engine/test_failed_steps.py",
-        "engine/test_drafts.py",
-        "engine/test_unfinished_requests.py",
-        "engine/test_cache_view.py",
-    ),
+    "engine/scheduling/": SCHEDULING,
+    "engine/scheduling/draft_slots.py": ("engine/test_planned_drafts.py", "engine/test_drafts.py"),
+    "engine/scheduling/loaded_adapters.py": ("engine/test_loaded_adapters.py",),
     "engine/scheduling/policy.py": ("engine/test_policy.py",),
+    "engine/scheduling/scheduler.py": (
+        *SCHEDULING,
+        "engine/test_loaded_adapters.py",
+        "engine/test_planned_drafts.py",
+    ),
     "engine/scheduling/scheduled.py": ("engine/test_scheduled_sequence.py",),
     "engine/scheduling/step_plan.py": ("engine/test_step_plan.py",),
     "engine/scheduling/step_time.py": ("engine/test_step_time.py", "engine/test_step_target.py"),

@@ -8,11 +8,16 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from quire.common.batch import PoolSpec
 from quire.common.faults import Fault, inject
+from quire.common.params import SamplingParams
+from quire.engine.requests.output import SampleOutput
+from quire.engine.requests.pooling import PromptPooling
 from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
+from quire.kv.prefix_cache.content_hash import NO_KEY
 
 from .beams import BeamHarness
-from .fake import Harness, expected_output, history, next_token
+from .fake import Harness, drafting_by, expected_output, history, next_token
 from .test_logprobs import check as check_logprobs
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]  # two blocks and one token
@@ -143,6 +148,7 @@ def test_each_prompt_is_counted_once_and_each_generated_token():
     harness.run()
     assert harness.committer.num_prompt_tokens == 9 + 5 + 5
     assert harness.committer.num_generated_tokens == 3 + 3 * 4
+    assert harness.committer.num_tokens == 19 + 15
 
 
 # What a tenant is charged
@@ -290,6 +296,56 @@ def test_a_stop_among_accepted_drafts_ends_the_request_there():
     assert second.num_cached_tokens == len(PROMPT) + len(output)
 
 
+def test_what_was_drafted_is_counted_and_the_drafter_learns_of_each_end():
+    expected, ended = expected_output(PROMPT, 9), []
+
+    def draft(group: SequenceGroup, seq: Sequence) -> list[int]:
+        tokens = expected[seq.num_output_tokens :][:3]
+        return tokens if seq.num_output_tokens < 4 else [WRONG]
+
+    harness = Harness(num_blocks=40, max_num_batched_tokens=40, max_num_seqs=40, draft=draft)
+    (drafter,) = harness.committer.drafting._drafters
+    drafter.finish = lambda group, seq: ended.append(seq)
+    group = harness.add(PROMPT, 9)
+    harness.run()
+    harness.check_output(group)
+    assert group.seqs[0].output.accepted_drafts == [0, 1, 2]
+    stats = harness.committer.drafting.stats["function"]
+    assert group.metrics.num_drafts == (stats.num_tokens, stats.num_accepted) == (3 + 4, 3)
+    assert ended == group.seqs
+
+
+# Pooling
+
+
+def add_pooled(harness: Harness, prompt: list[int]) -> SequenceGroup:
+    params = SamplingParams(detokenize=False)
+    pooling = PromptPooling(PoolSpec("embed"), len(prompt), is_whole=False)
+    seq = Sequence(harness.requests.new_seq_id(), prompt, (), SampleOutput(params), pooling=pooling)
+    return harness._add(seq, prompt, params, NO_KEY)
+
+
+def test_a_prompt_is_pooled_when_all_of_it_is_computed():
+    harness = count_steps(Harness(num_blocks=20, max_num_batched_tokens=4))
+    group, vector = add_pooled(harness, PROMPT[:6]), np.ones(3, np.float32)
+    assert [commit(harness), commit(harness, pooled={0: vector})] == [[], [group]]
+    seq = group.seqs[0]
+    assert (seq.pooling.result is vector, seq.status, group.error) == (True, SequenceStatus.FINISHED_STOPPED, None)
+    assert (group.metrics.first_token_time, group.metrics.finished_time) == (2, 2)
+    assert (harness.committer.num_prompt_tokens, harness.committer.num_tokens) == (6, 6)
+    assert not harness.requests
+
+
+def test_a_prompt_whose_pooling_failed_ends_alone_with_the_reason():
+    harness = Harness(num_blocks=20)
+    bad, other = add_pooled(harness, PROMPT[:6]), add_pooled(harness, PROMPT[:5])
+    vector = np.ones(3, np.float32)
+    assert commit(harness, pooled={1: vector}, pool_errors={0: "not finite"}) == [bad, other]
+    assert (bad.error, bad.has_failed) == ("request '0': not finite", True)
+    assert (other.error, other.seqs[0].pooling.result is vector) == (None, True)
+    assert not harness.requests
+
+
 # Grammars
 
 
@@ -312,6 +368,9 @@ class Spelled:
         self.is_usable &= self.text[self.place : self.place + 1] == [token_id]
         self.place += 1
         return self.is_usable
+
+    def num_allowed(self, token_ids: Collection[int]) -> int:
+        return len(token_ids)
 
     def forced_tokens(self) -> list[int]:
         end = self.place
@@ -361,10 +420,12 @@ def test_forced_tokens_end_where_the_request_does(max_tokens):
 def test_nothing_is_forced_between_accepted_drafts():
     expected = expected_output(PROMPT, 9)
     harness, group = spelled([*expected, WRONG], 9, forced={3})
-    harness.committer.draft = lambda group, seq: expected[seq.num_output_tokens :][:3]
+    drafting = drafting_by(lambda group, seq: expected[seq.num_output_tokens :][:3], 80)
+    harness.scheduler.drafting = harness.committer.drafting = drafting
     harness.run()
     harness.check_output(group)
     assert group.error is None
+    assert harness.scheduler.num_steps == 3, "drafts are accepted"
 
 
 @pytest.mark.parametrize("error", [None, "too many items"])

@@ -20,7 +20,6 @@ from quire.common.errors import ConfigError
 from quire.common.faults import Fault, inject
 from quire.config.kv_cache import FullAttentionSpec, KVCacheGroup, LatentSpec, NoCacheSpec, SlidingWindowSpec
 from quire.config.kv_layout import kv_cache_config, with_draft_layers
-from quire.engine.drafting.model_drafts import best_rate, draft_odds
 from quire.runner.draft_runner import Reading, with_room_of_rejected
 from quire.text.tokenizer.tokenizer import Tokenizer
 
@@ -138,23 +137,6 @@ def test_what_it_has_not_read_is_read_when_drafts_are_wanted_again(same, monkeyp
     assert stats.num_accepted == stats.num_tokens
 
 
-def test_a_sequence_that_went_on_for_long_without_drafts_gets_none(same):
-    model = same.llm.engine.scheduler.drafting.model
-
-    class Seq:
-        num_computed_tokens, token_ids = 100, list(range(101))
-
-    class Reading:
-        num_read = 30
-
-    assert model.ahead(Seq, Reading, 1, 3, ()) is None
-    Reading.num_read = 90
-    assert model.ahead(Seq, Reading, 1, 3, (0.5,)).unread == tuple(range(90, 100))
-    assert model.ahead(Seq, Reading, 1, 0, (0.5,)) is None
-    Seq.num_computed_tokens = 0  # preempted
-    assert model.ahead(Seq, Reading, 9, 0, ()).unread == ()
-
-
 def test_a_failure_of_the_draft_model_costs_the_drafts(same, quiet):
     prompt, params = numbers(8, 20), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     (expected,) = run(same.llm, [prompt], [params])
@@ -172,18 +154,6 @@ def test_drafts_end_with_the_context_and_with_max_tokens(same):
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (18, 2)]
     outputs = run(same.llm, prompts, params)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [18, 2]
-
-
-def test_the_number_of_drafts_follows_their_cost():
-    assert best_rate(0.9, [1.0, 1.01, 1.02, 1.03])[1] == 3
-    assert best_rate(0.5, [1.0, 1.3, 1.6, 1.9])[1] == 1
-    assert best_rate(0.1, [1.0, 1.3, 1.6, 1.9]) == (1.0, 0)
-
-
-def test_a_draft_is_worth_its_time_where_those_behind_it_cost_little():
-    assert draft_odds(2.0, [1.0, 1.1, 1.2]) == pytest.approx((0.2, 0.2))
-    assert draft_odds(2.0, [1.0, 1.3, 1.3, 1.1, 1.4]) == pytest.approx((0.2 / 3,) * 3 + (0.6,))
-    assert draft_odds(1.0, [1.0, 0.9]) == (0.0,)
 
 
 def test_it_drafts_until_the_next_draft_is_not_worth_its_time():

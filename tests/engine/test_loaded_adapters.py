@@ -11,7 +11,7 @@ from quire.common.outputs import AdapterStats
 from quire.config.scheduler import POLICIES
 from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
 from quire.engine.scheduling import loaded_adapters, scheduler
-from quire.engine.scheduling.loaded_adapters import MAX_COUNTED_NAMES, OTHER_NAMES, TURN_STEPS
+from quire.engine.scheduling.loaded_adapters import MAX_COUNTED_NAMES, OTHER_NAMES, TURN_STEPS, LoadedAdapters
 from quire.engine.scheduling.scheduler import LOOK_AHEAD
 from quire.kv.prefix_cache.content_hash import ContentKey
 from tests.effort import examples
@@ -171,6 +171,42 @@ def test_a_request_without_a_slot_is_not_starved_by_a_stream_of_others() -> None
     harness.run()
 
 
+def test_a_slot_can_be_claimed_when_its_adapter_has_had_its_turn() -> None:
+    """Until then, requests behind the waiting one start."""
+    harness = Harness(num_blocks=60, max_loras=1)
+    for of in (A, B):
+        add(harness, of, max_tokens=2 * TURN_STEPS)
+    started = []
+    for _ in range(TURN_STEPS + 2):
+        behind = add(harness, A, max_tokens=1)
+        harness.step()
+        started.append(behind.metrics.first_scheduled_time is not None)
+    assert started == [True] * TURN_STEPS + [False] * 2
+    harness.run()
+
+
+def test_all_requests_of_an_adapter_that_wait_claim_one_slot(no_turns: None) -> None:
+    harness = Harness(num_blocks=40, max_loras=2)
+    for of in (A, B):
+        add(harness, of, max_tokens=5)
+    harness.step()
+    waiting, behind = [add(harness, C, max_tokens=2) for _ in range(2)], add(harness, B, max_tokens=1)
+    harness.step()
+    assert behind.metrics.first_scheduled_time is not None
+    assert [group.metrics.first_scheduled_time for group in waiting] == [None, None]
+    harness.run()
+
+
+def test_without_a_configuration_there_is_no_slot() -> None:
+    group = add(Harness(max_loras=1), A)
+    adapters = LoadedAdapters()
+    adapters.use(group)
+    adapters.begin_step()
+    assert not adapters.admit(group)
+    assert adapters.loaded == []
+    adapters.check_integrity()
+
+
 def test_while_a_request_claims_a_slot_its_adapter_still_serves_those_in_front_and_those_that_have_started(
     no_turns: None,
 ) -> None:
@@ -268,12 +304,16 @@ def test_a_waiting_request_that_is_aborted_leaves_nothing() -> None:
     waiting = add(harness, B)
     harness.step()
     assert harness.adapters.stats() == {"a": AdapterStats(0, 1), "b": AdapterStats(1, 0)}
+    second = add(harness, A, max_tokens=4)
+    harness.step()
+    assert harness.adapters.stats()["a"] == AdapterStats(0, 2)
     harness.requests.remove(waiting)
     waiting.seqs[0].finish(SequenceStatus.FINISHED_ABORTED)
     harness.release_ended()
     harness.run()
     assert harness.executor.loads == ["a"]
-    assert harness.adapters.stats() == {"a": AdapterStats(0, 0, 3, 4), "b": AdapterStats(0, 0, 3, 0)}
+    assert harness.adapters.stats() == {"a": AdapterStats(0, 0, 6, 8), "b": AdapterStats(0, 0, 3, 0)}
+    assert second.is_finished
 
 
 def test_a_cleared_table_loads_again() -> None:

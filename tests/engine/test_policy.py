@@ -322,6 +322,15 @@ def test_settings_out_of_range_are_refused_by_name(name, fields):
         make(name, **fields)
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_counts_what_is_queued(name):
+    groups = [FakeGroup(order, tenant="ab"[order % 2]) for order in range(4)]
+    policy = filled(make(name), groups)
+    assert len(policy) == 4
+    policy.remove(groups[2])
+    assert len(policy) == 3
+
+
 @pytest.mark.essential
 @settings(max_examples=examples(60), deadline=None)
 @given(

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from quire.common.batch import Draw, ScheduledSequence
+from quire.common.batch import Ahead, Draw, PooledRows, PoolSpec, ScheduledSequence
 from quire.common.params import SamplingParams
 from quire.engine.requests.logprobs import PromptScores
 from quire.engine.requests.output import SampleOutput
+from quire.engine.requests.pooling import PromptPooling
 from quire.engine.requests.sequence import Sequence
 from quire.engine.scheduling.scheduled import scheduled_sequence
 
@@ -116,3 +117,32 @@ def test_a_grammar_alone_needs_no_history():
     assert scheduled.drawn.history is None
     assert [mask.tolist() for mask in scheduled.drawn.masks] == [[0]]
     assert scheduled.drawn.draws == (PLAIN,)
+
+
+def pooled(num_computed: int, num_tokens: int, *, is_whole: bool = False) -> ScheduledSequence:
+    """Of a prompt of five tokens, the second text of whose pair begins with the third."""
+    seq = sequence(num_computed)
+    seq.pooling = PromptPooling(PoolSpec("embed"), 5, is_whole=is_whole, token_type_ids=(0, 0, 1, 1, 1))
+    return schedule(seq, num_tokens)
+
+
+def test_a_prompt_is_pooled_in_the_step_of_its_last_token():
+    assert pooled(0, 4).pooled is None
+    assert pooled(4, 1).pooled == PooledRows(0, 1, PoolSpec("embed"))
+    assert pooled(2, 3).pooled == PooledRows(2, 1, PoolSpec("embed"))
+    assert pooled(0, 5, is_whole=True).pooled == PooledRows(0, 5, PoolSpec("embed"))
+    assert schedule(sequence(0), 5).pooled is None
+
+
+def test_the_tokens_of_a_step_come_with_their_own_types():
+    assert pooled(1, 2).token_type_ids == (0, 1)
+    assert pooled(3, 2).token_type_ids == (1, 1)
+    assert schedule(sequence(0), 5).token_type_ids is None
+
+
+def test_the_adapter_and_what_a_draft_model_does_are_passed_on():
+    ahead = Ahead(num_drafts=2)
+    scheduled = scheduled_sequence(sequence(0, PLAIN), 2, (), TABLES, 3, ahead)
+    assert (scheduled.adapter, scheduled.ahead) == (3, ahead)
+    plain = schedule(sequence(0, PLAIN), 2)
+    assert (plain.adapter, plain.ahead) == (-1, None)

@@ -38,6 +38,25 @@ def test_a_chunk_is_limited_by_both_budgets_and_a_decode_by_the_tokens_of_the_st
 
 
 @pytest.mark.parametrize(
+    ("num_uncomputed", "token_budget", "prefill_budget", "is_first", "expected"),
+    [
+        (9, 9, 9, False, 9),
+        (9, 9, 8, False, 0),
+        (9, 9, 8, True, 9),
+        (9, 8, 9, True, 0),
+        (1, 1, 0, False, 0),
+    ],
+)
+def test_a_sequence_that_must_run_whole_runs_so_or_not_and_the_first_of_a_step_needs_no_budget_of_prompts(
+    num_uncomputed, token_budget, prefill_budget, is_first, expected
+):
+    _, seq = request(10 + num_uncomputed, 10)
+    seq.is_whole = True
+    plan = StepPlan(token_budget, prefill_budget, scheduled=[] if is_first else [(*request(1), 1)])
+    assert plan.chunk(seq) == expected
+
+
+@pytest.mark.parametrize(
     ("num_uncomputed", "num_tokens", "left"),
     [(9, 9, (11, 3)), (9, 1, (19, 11)), (2, 2, (18, 10)), (2, 1, (19, 11)), (1, 1, (19, 12))],
 )

@@ -56,3 +56,19 @@ def test_a_key_is_shared_before_anything_is_cached() -> None:
     run(manager, 0, [1] * 8)
     with pytest.raises(AssertionError):
         manager.share_hashes(KEY)
+
+
+@pytest.mark.parametrize("windows", [(None, 4), (4, None)])
+def test_a_prefix_that_is_found_is_reported_whole_though_some_layers_have_windows(
+    windows: tuple[int | None, ...],
+) -> None:
+    """The blocks behind the window of the first sequence are evicted for the second."""
+    manager, first, second = make_manager(num_blocks=10, windows=windows), [1] * 17, [2] * 8
+    changes, known = manager.share_hashes(KEY), set[bytes]()
+    for seq_id, tokens in enumerate((first, second)):
+        run(manager, seq_id, tokens, chunk=4)
+        end(manager, seq_id)
+        found, gone = changes.take()
+        known = known.union(found).difference(gone)
+    assert manager.look_up(10_000, first).num_blocks == 4
+    assert known.issuperset(hashes(first))

@@ -27,3 +27,13 @@ def test_the_first_sequence_needs_to_leave_no_reserve():
     assert status(manager, 10, seq_id=7) is AllocStatus.LATER
     end(manager, 0)
     assert status(manager, 10, seq_id=6) is AllocStatus.OK
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_left", "expected"), [(12, 2, True), (12, 3, False), (20, 0, True), (13, 2, False)]
+)
+def test_a_sequence_that_grows_can_leave_blocks_of_each_kind_of_layer(num_tokens, num_left, expected):
+    """With 4 tokens it has 2 of 10 blocks, one for each of two kinds of layers."""
+    manager = make_manager(10, windows=(None, 40))
+    run(manager, 0, [1] * 4)
+    assert manager.can_append(0, 4, num_tokens, num_left) is expected

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from quire.common.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
-from quire.server.api.shared.fields import JsonSchemaFormat, ResponseFormat, SamplingFields, StreamOptions
+from quire.server.api.shared.fields import JsonSchemaFormat, Prediction, ResponseFormat, SamplingFields, StreamOptions
 from quire.server.api.shared.sampling import check_request, make_params, name_fields, num_choices, structure
 from quire.server.http.errors import ApiError
 
@@ -69,6 +69,12 @@ def test_the_keys_of_a_logit_bias_are_token_ids_in_digits():
         assert error.param == "logit_bias"
         assert f"logit_bias[{key!r}]: " in error.message
     assert f"logit_bias[{'x' * 40!r}]: " in refusal(params, logit_bias={"x" * 500: 1.0}).message
+
+
+def test_a_prediction_is_a_text_in_either_form():
+    assert params(prediction="soon").prediction == "soon"
+    assert params(prediction=Prediction(type="content", content="soon")).prediction == "soon"
+    assert params().prediction is None
 
 
 FORMS = {
@@ -156,7 +162,7 @@ def test_a_beam_search_uses_the_fields_that_it_supports():
     ("name", "value"),
     [("stop", "x"), ("prompt_logprobs", 0), ("logit_bias", {}), ("bad_words", []), ("allowed_token_ids", []),
      ("min_tokens", 0), ("min_p", 0.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0),
-     ("repetition_penalty", 1.0), ("truncate_prompt_tokens", 1), ("cache_salt", "")],
+     ("repetition_penalty", 1.0), ("truncate_prompt_tokens", 1), ("cache_salt", ""), ("prediction", "x")],
 )  # fmt: skip
 def test_fields_that_a_beam_search_does_not_support_are_refused(name, value):
     error = refusal(params, use_beam_search=True, **{name: value})

@@ -5,9 +5,12 @@ import pytest
 from quire.common.outputs import RequestMetrics
 from quire.server.api.shared.fields import (
     ChatExtensions,
+    CompletionTokensDetails,
+    Prediction,
     PromptTokensDetails,
     SamplingFields,
     StreamOptions,
+    TextPart,
     Timings,
     Usage,
     fields_of,
@@ -40,6 +43,13 @@ def test_a_stream_has_the_usage_that_its_options_ask_for(options, at_the_end, in
 
 def test_the_usage_adds_up():
     assert Usage.of(10, 5, 4) == Usage(10, 5, 15, PromptTokensDetails(cached_tokens=4))
+    details = CompletionTokensDetails(accepted_prediction_tokens=2, rejected_prediction_tokens=1)
+    assert Usage.of(10, 5, 4, (2, 1)) == Usage(10, 5, 15, PromptTokensDetails(4), details)
+
+
+@pytest.mark.parametrize("content", ["a text", [TextPart(type="text", text="a "), TextPart(type="text", text="text")]])
+def test_the_parts_of_a_prediction_are_one_text(content):
+    assert Prediction(type="content", content=content).text == "a text"
 
 
 def test_timings_are_the_times_between_events_in_microseconds():
@@ -47,4 +57,6 @@ def test_timings_are_the_times_between_events_in_microseconds():
     assert Timings.of(metrics) == Timings(1.5, 2.25, 4.25, 8.0, num_preemptions=3)
     assert Timings.of(RequestMetrics(2.0, first_scheduled_time=2.1234564)) == Timings(0.123456, None, None, None)
     assert Timings.of(RequestMetrics(2.0, finished_time=5.0)) == Timings(None, None, None, 3.0)
+    assert Timings.of(RequestMetrics(2.0, drafts={"a": (4, 1), "b": (3, 2)})).num_drafts == 7
+    assert Timings.of(RequestMetrics(2.0, drafts={"a": (4, 1), "b": (3, 2)})).num_accepted_drafts == 3
     assert Timings.of(None) is None

@@ -74,7 +74,8 @@ class BlockSpaceManager:
         assert not self.prefixes.chains
         assert not any(tracker.block_ids() for tracker in trackers)
         self.prefixes.lookup.hasher = ContentHasher(key)
-        return PrefixChanges(trackers, self._token_groups[0])
+        whole = [group for group in self._token_groups if self.managers[group].is_prefix_closed]
+        return PrefixChanges(trackers, (whole or self._token_groups)[0])
 
     # New sequences
 

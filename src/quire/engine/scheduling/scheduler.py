@@ -153,7 +153,6 @@ class Scheduler:
             self.requests.planning_group = group
             if make_slots(plan, self.blocks, seq, len(seq.token_ids) + len(token_ids)):
                 plan.drafts[seq.seq_id] = token_ids
-                plan.token_budget -= len(token_ids)
 
     # Running requests
 

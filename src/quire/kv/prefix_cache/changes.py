@@ -10,7 +10,8 @@ class PrefixChanges:
     """Collects the hashes of a group's full blocks that can be found now, or no longer, in any tier."""
 
     def __init__(self, trackers: Sequence[BlockTracker], group: int) -> None:
-        """Collect from now on; `trackers` are those of all tiers, and `group` is one that keeps all tokens."""
+        """Collect from now on; `trackers` are those of all tiers, and `group` is one that keeps all tokens, where the
+        model has such layers."""
         self._trackers, self._group = trackers, group
         self._changed: set[BlockHash] = set()
         self._known: set[BlockHash] = set()
