@@ -6,6 +6,7 @@
 #include "isa/simd.h"
 #include "kernel_table.h"
 #include "matmul/layout.h"
+#include "runtime/memory.h"
 #include "runtime/thread_pool.h"
 
 namespace quire::QUIRE_ISA {
@@ -74,6 +75,24 @@ constexpr int kUnfetchedRows = 4;
 constexpr int kUnfetchedRows = 2;
 #endif
 constexpr int64_t kBytesAhead = 6144;  // of weights, in all panels of a tile together
+
+// How lines that will be read soon are asked for: into the second-level cache or into the nearest one, which is faster
+// where that has room for them (has_large_nearest_cache).
+enum class Ask { kNot, kNext, kNearest };
+
+template <int kLines>
+QUIRE_INLINE void ask_for(Ask ask, const char* first) {
+  if (ask == Ask::kNearest) {
+    QUIRE_UNROLL
+    for (int i = 0; i < kLines; ++i) __builtin_prefetch(first + i * 64, 0, 3);
+  } else if (ask == Ask::kNext) {
+    QUIRE_UNROLL
+    for (int i = 0; i < kLines; ++i) __builtin_prefetch(first + i * 64, 0, 2);
+  }
+}
+
+// Keeps the compiler from moving memory accesses across this, such as requests together, which hinder each other then.
+QUIRE_INLINE void keep_order() { asm volatile("" ::: "memory"); }
 
 // Where a product goes: sums of rows from `row` and of `width` columns from `column` on (but those beyond the last),
 // plus bias, rounded. The sums' rows are `stride` apart.

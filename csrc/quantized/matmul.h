@@ -7,8 +7,8 @@
 #pragma once
 
 #include "isa/rows.h"
+#include "quantized/grouped_tile.h"
 #include "quantized/rotation.h"
-#include "quantized/tile.h"
 
 namespace quire::QUIRE_ISA {
 
@@ -105,6 +105,42 @@ static void add_mins(const char* rows, int64_t num_rows, const QuantizedRow& lay
   }
 }
 
+using RunTile = void(const char*, const QuantizedRow&, const WeightPiece&, int64_t, float*);
+
+// The tile for these numbers of rows and vectors, of units as they lie in a panel or (is_plain) may be multiplied by.
+static RunTile* quantized_tile([[maybe_unused]] const QuantizedFormat& format, [[maybe_unused]] bool is_plain,
+                               bool has_halves, int64_t rows, int64_t vectors) {
+#if defined(__AVX512VNNI__)
+  const bool is_whole = format.group > QuantizedShape::kBlock, is_narrow = format.group == 16;
+  if (!is_plain && format.table != nullptr) return tile_function<GroupedTile<4, true, 32>>(rows, vectors);
+  if (!is_plain && format.bits == 5) return tile_function<GroupedTile<5, false, 32>>(rows, vectors);
+  if (!is_plain && format.bits == 6) return tile_function<GroupedTile<6, false, 16>>(rows, vectors);
+  if (!is_plain) return tile_function<GroupedTile<4, false, 16>>(rows, vectors);
+  if (has_halves) return tile_function<GroupedTile<4, false, 32>>(rows, vectors);
+  if (is_narrow) return tile_function<GroupedTile<8, false, 16>>(rows, vectors);
+  if (!is_whole) return tile_function<GroupedTile<8, false, 32>>(rows, vectors);
+#endif
+  return has_halves ? tile_function<QuantizedTile<true>>(rows, vectors)
+                    : tile_function<QuantizedTile<false>>(rows, vectors);
+}
+
+// What the tiles ask for while they multiply by a panel: how, and how many bytes ahead.
+struct Requests {
+  Ask ask;
+  int64_t ahead;
+
+  QUIRE_MEMBER Requests(const QuantizedFormat& format, int64_t rows) : ask(Ask::kNext), ahead(kBytesAhead) {
+#if defined(__AVX512VNNI__)
+    if (has_large_nearest_cache()) {
+      ask = Ask::kNearest;
+      ahead = rows > 3 ? 12 * 1024 : 8 * 1024;
+    } else if (format.bits == 8 && rows <= kUnfetchedRows) {
+      ask = Ask::kNot;  // halves of bytes are read half as fast, and need the requests
+    }
+#endif
+  }
+};
+
 // The sums of a task's rows and one panel. Pieces of the panel are unpacked once for all of them.
 static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader& reader, const QuantizedRow& layout,
                            const char* panel, float* sums) {
@@ -122,8 +158,10 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
   // Integers are unpacked for all rows, or by the only tile.
   const bool is_unpacked = !is_plain && (row_blocks > 1 || !kOverlaps);
   const int64_t piece_groups = layout.group > kPieceK ? 1 : kPieceK / layout.group;
-  // The tiles ask for what lies kBytesAhead of the integers they read: all but these lines, as they skip the fields.
-  for (int64_t at = 0; at < reader.integers_at; at += 64) __builtin_prefetch(panel + kBytesAhead + at, 0, 2);
+  const Requests requests(reader.shape.format, num_rows);
+  // The tiles ask for what lies ahead of the integers they read: all but these lines, as they skip the fields.
+  const Ask ask_fields = requests.ask == Ask::kNot ? Ask::kNext : requests.ask;
+  for (int64_t at = 0; at < reader.integers_at; at += 64) ask_for<1>(ask_fields, panel + requests.ahead + at);
   for (int64_t first = 0; first < layout.groups; first += piece_groups) {
     const int64_t end = smaller(first + piece_groups, layout.groups);
     if (!has_stored_scales) reader.read_scales(panel, first, end, scales, mins);
@@ -134,23 +172,23 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
                                     : stored + begin_block * reader.shape.block_bytes();
     // Unpacking has asked for kBytesAhead behind the piece.
     const char* behind = is_unpacked ? stored + end_block * reader.shape.block_bytes() : units;
-    const bf16* stored_scales = reinterpret_cast<const bf16*>(panel) + first * kPanelColumns;
-    const WeightPiece piece = {units,
-                               has_stored_scales ? stored_scales : nullptr,
-                               scales,
-                               mins,
-                               reader.shape.format.table,
-                               bytes,
-                               first,
-                               end - first,
-                               behind - units + kBytesAhead,
-                               is_unpacked};
+    WeightPiece piece = {units,
+                         has_stored_scales ? panel + 2 * first * kPanelColumns : nullptr,
+                         reader.shape.format.scale == Number::kHalf,
+                         scales,
+                         mins,
+                         reader.shape.format.table,
+                         first,
+                         end - first,
+                         requests.ask,
+                         behind - units + requests.ahead};
     for (int64_t block = 0; block < row_blocks; ++block) {
       const int64_t row = block * num_rows / row_blocks, height = (block + 1) * num_rows / row_blocks - row;
       for_tiles<QuantizedTile<false>>(height, 1, [&](int64_t vector, int64_t width) {
         const RunTile* run = quantized_tile(reader.shape.format, is_plain || is_unpacked, has_halves, height, width);
         run(rows + row * row_bytes, layout, piece, vector * W, sums + row * kPanelColumns);
       });
+      piece.ask = Ask::kNot;  // the first tile has asked for all
     }
     if (layout.has_mins) add_mins(rows, num_rows, layout, piece, minuses);
   }

@@ -9,14 +9,6 @@ namespace quire::QUIRE_ISA {
 
 // The most rows of a tile whose weights have small groups: its sums fill registers beside the accumulators.
 constexpr int kGroupedRows = kTileRows < 8 ? kTileRows : 8;
-constexpr int kRowsAtOnce = 4;
-
-// As kUnfetchedRows, of bytes as they lie in a panel. Halves of bytes are read half as fast, and need the requests.
-#if defined(__AVX512VNNI__)
-constexpr int kUnfetchedBytesRows = 4;
-#else
-constexpr int kUnfetchedBytesRows = 0;
-#endif
 
 // A row of x as the tiles read it: its values, then of each group its scale, then what the sum of its products lacks
 // because stored integers have too much (QuantizedFormat::zero), then the sum of its values times the scale.
@@ -41,17 +33,18 @@ struct QuantizedRow {
 // A piece of a panel: of `groups` groups the units [group / 4][32], scales and mins [groups][32].
 struct WeightPiece {
   const char* units;
-  const bf16* stored_scales;  // where the panel has a scale for each group: its own, and `scales` are not used
+  const char* stored_scales;  // where the panel has a scale for each group: its own, and `scales` are not used
+  bool has_halves;            // whether those are halves, not bfloat16
   const float *scales, *mins;
   const uint8_t* table;
-  char* room;             // of kPieceK * kPanelColumns bytes, for what a tile unpacks
   int64_t first, groups;  // the first group's index in a row
-  int64_t ahead;          // how far behind its units that lies which a tile asks for while it multiplies
-  bool is_unpacked;       // its units are no longer in the panel
+  Ask ask;                // whether a tile asks for weights while it multiplies,
+  int64_t ahead;          // and how far behind its units these lie
 
   QUIRE_MEMBER f32 scale(int64_t index, int64_t column) const {
     const int64_t at = index * kPanelColumns + column;
-    return stored_scales != nullptr ? load(stored_scales + at) : load(scales + at);
+    if (stored_scales == nullptr) return load(scales + at);
+    return has_halves ? load_halves(stored_scales + 2 * at) : load(reinterpret_cast<const bf16*>(stored_scales) + at);
   }
 };
 
@@ -84,7 +77,7 @@ struct QuantizedTile {
     const int64_t unit_rows = layout.group / kUnitBytes / (kHalves ? 2 : 1);
     const int64_t x_stride = row_bytes / int64_t(sizeof(XValue));
     const int64_t ahead = piece.ahead;
-    const bool asks = kHalves || R > kUnfetchedBytesRows || piece.is_unpacked;
+    const Ask ask = piece.ask;
     const char* units = piece.units + column * kUnitBytes;
     f32 sum[R][G];
     QUIRE_UNROLL
@@ -105,8 +98,7 @@ struct QuantizedTile {
         for (int g = 0; g < G; ++g) acc[r][g] = lack;
       }
       for (int64_t unit = 0; unit < unit_rows; ++unit, units += kUnitRowBytes, x += kUnitBytes) {
-        QUIRE_UNROLL
-        for (int g = 0; g < G && asks; ++g) __builtin_prefetch(units + ahead + g * W * kUnitBytes, 0, 2);
+        ask_for<G * W* int(kUnitBytes) / 64>(ask, units + ahead);
         multiply<R, G>(acc, units, x, x_stride, 0);
         if constexpr (kHalves) multiply<R, G>(acc, units, x + QuantizedShape::kBlock / 2, x_stride, 4);
       }
@@ -129,153 +121,5 @@ struct QuantizedTile {
     }
   }
 };
-
-// The same of groups of 16 or 32 as they are stored, unpacked in registers. Up to kRowsAtOnce rows are multiplied at a
-// time, and while they are, the products of those before them are scaled and added: together they keep busy both the
-// processor's multipliers and what adds.
-template <int kBits, bool kHasTable, int kGroup>
-struct GroupedTile {
-  static constexpr int kMost = kPanelVectors, kMostRows = kGroupedRows, kSteps = kGroup / int(kUnitBytes);
-  static constexpr int64_t kBlockBytes = kBits * kUnitRowBytes;
-  static constexpr bool kIsKept = kBits == 5 || kBits == 6 || kHasTable;  // once unpacked, for further rows
-
-  // What all steps of a tile have in common.
-  struct Place {
-    const char* rows;
-    const QuantizedRow& layout;
-    const WeightPiece& piece;
-    int64_t column;
-    float* sums;
-    char* kept;
-    ByteTable table;
-  };
-
-  // Products of rows with a group, in int32.
-  template <int N, int G>
-  struct Products {
-    i32 acc[N][G];
-    f32 scale[G];
-    const char* x_scales;
-    float* sums;
-
-    QUIRE_MEMBER void add(int64_t row_bytes, int from, int to) const {
-      QUIRE_UNROLL
-      for (int i = from; i < to; ++i) {
-        const int r = i / G, g = i % G;
-        const f32 x_scale = set1(*reinterpret_cast<const float*>(x_scales + r * row_bytes));
-        float* sum = sums + r * kPanelColumns + g * W;
-        store(sum, load(sum) + __builtin_convertvector(acc[r][g], f32) * (x_scale * scale[g]));
-      }
-    }
-  };
-
-  // The bytes of a step of a group, which is the block's half `half` if there are two.
-  QUIRE_INLINE i32 unpack(const char* block, int64_t half, int step, const ByteTable& table) {
-    if constexpr (kBits == 8) return load_lanes(block + (half * kSteps + step) * kUnitRowBytes);
-    const int row = kGroup == 16 ? step : step % 8 / 2, is_upper = kGroup == 16 ? 0 : step % 2;
-    const int shift = kGroup == 16 ? int(half) * 4 : is_upper * 4;
-    i32 bytes = (load_lanes(block + row * kUnitRowBytes) >> shift) & 0x0f0f0f0f;
-    if constexpr (kBits > 4) {
-      const i32 upper[2] = {load_lanes(block + (4 + half) * kUnitRowBytes), {}};
-      bytes = bytes | PanelReader::upper_bits<kBits>(upper, row + 4 * is_upper);
-    }
-    if constexpr (kHasTable) bytes = table.look_up(bytes);
-    return bytes;
-  }
-
-  // The products of the rows from kFirst on with one group, while `before` are added.
-  template <int kFirst, bool kKeeps, int N, int G, int M>
-  QUIRE_INLINE void multiply(const Place& place, int64_t index, Products<N, G>& now, const Products<M, G>* before) {
-    const QuantizedRow& layout = place.layout;
-    const int64_t group = place.piece.first + index, row_bytes = layout.bytes;
-    const int64_t x_stride = row_bytes / int64_t(sizeof(XValue)), half = kGroup == 16 ? index % 2 : 0;
-    const char* row = place.rows + kFirst * row_bytes;
-    const char* block =
-        place.piece.units + index * kGroup / QuantizedShape::kBlock * kBlockBytes + place.column * kUnitBytes;
-    const char* ahead = block + place.piece.ahead + half * (kSteps * kUnitRowBytes * (kBits > 4 ? 2 : 1) / 2);
-    const XValue* x = reinterpret_cast<const XValue*>(row) + group * kGroup;
-    now.x_scales = row + layout.scales_at + group * int64_t(sizeof(float));
-    now.sums = place.sums + kFirst * kPanelColumns + place.column;
-    QUIRE_UNROLL
-    for (int g = 0; g < G; ++g) now.scale[g] = place.piece.scale(index, place.column + g * W);
-    QUIRE_UNROLL
-    for (int r = 0; r < N; ++r) {
-      const i32 lack = set1_lane(row + r * row_bytes + layout.lacks_at + group * int64_t(sizeof(int32_t)));
-      QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) now.acc[r][g] = lack;
-    }
-    QUIRE_UNROLL
-    for (int step = 0; step < kSteps; ++step) {
-      const int at = kBits == 8 || kGroup == 16 ? step : step / 2 + step % 2 * 4;
-      Quads w[G];
-      QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) {
-        char* kept = place.kept + (step * G + g) * W * kUnitBytes;
-        if (kFirst == 0 && (kBits > 4 || step % 2 == 0)) {
-          __builtin_prefetch(ahead + step * kUnitRowBytes / (kBits > 4 ? 1 : 2) + g * W * kUnitBytes, 0, 2);
-        }
-        const i32 bytes =
-            kFirst > 0 && kIsKept ? load_lanes(kept) : unpack(block + g * W * kUnitBytes, half, step, place.table);
-        if constexpr (kKeeps && kIsKept) store_lanes(kept, bytes);
-        w[g] = weight_quads(bytes);
-      }
-      QUIRE_UNROLL
-      for (int r = 0; r < N; ++r) {
-        const Quads value = set1_quad(x + r * x_stride + at * kUnitBytes);
-        QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) now.acc[r][g] = dot4(now.acc[r][g], w[g], value);
-      }
-      if (before != nullptr) before->add(row_bytes, step * M * G / kSteps, (step + 1) * M * G / kSteps);
-    }
-  }
-
-  template <int R, int G>
-  static void run(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, int64_t column, float* sums) {
-    constexpr int A = R > kRowsAtOnce ? (R + 1) / 2 : R, B = R - A;  // rows of the first and the second half
-    // Half a page off the sums, for a load waits for stores to places of the same last 12 bits.
-    char* kept =
-        piece.room + ((reinterpret_cast<intptr_t>(sums) + 2048 - reinterpret_cast<intptr_t>(piece.room)) & 4095);
-    const Place place = {rows, layout, piece, column, sums, kept, ByteTable(kHasTable ? piece.table : kFloat4)};
-    for (int r = 0; piece.first == 0 && r < R; ++r) {
-      for (int g = 0; g < G; ++g) store(sums + r * kPanelColumns + column + g * W, set1(0));
-    }
-    Products<A, G> first;
-    multiply<0, (B > 0), A, G, A>(place, 0, first, nullptr);
-    if constexpr (B == 0) {
-      for (int64_t index = 1; index < piece.groups; ++index) {
-        Products<A, G> next;
-        multiply<0, false, A, G, A>(place, index, next, &first);
-        first = next;
-      }
-      first.add(layout.bytes, 0, A * G);
-    } else {
-      Products<B, G> second;
-      multiply<A, false, B, G, A>(place, 0, second, &first);
-      for (int64_t index = 1; index < piece.groups; ++index) {
-        multiply<0, true, A, G, B>(place, index, first, &second);
-        multiply<A, false, B, G, A>(place, index, second, &first);
-      }
-      second.add(layout.bytes, 0, B * G);
-    }
-  }
-};
-
-using RunTile = void(const char*, const QuantizedRow&, const WeightPiece&, int64_t, float*);
-
-// The tile for these numbers of rows and vectors, of units as they lie in a panel or (is_plain) may be multiplied by.
-static RunTile* quantized_tile([[maybe_unused]] const QuantizedFormat& format, [[maybe_unused]] bool is_plain,
-                               bool has_halves, int64_t rows, int64_t vectors) {
-#if defined(__AVX512VNNI__)
-  const bool is_whole = format.group > QuantizedShape::kBlock, is_narrow = format.group == 16;
-  if (!is_plain && format.table != nullptr) return tile_function<GroupedTile<4, true, 32>>(rows, vectors);
-  if (!is_plain && format.bits == 5) return tile_function<GroupedTile<5, false, 32>>(rows, vectors);
-  if (!is_plain && format.bits == 6) return tile_function<GroupedTile<6, false, 16>>(rows, vectors);
-  if (!is_plain) return tile_function<GroupedTile<4, false, 16>>(rows, vectors);
-  if (rows == kGroupedRows && has_halves) return &GroupedTile<4, false, 32>::run<kGroupedRows, 2>;
-  if (rows == kGroupedRows && !is_whole && !is_narrow) return &GroupedTile<8, false, 32>::run<kGroupedRows, 2>;
-#endif
-  return has_halves ? tile_function<QuantizedTile<true>>(rows, vectors)
-                    : tile_function<QuantizedTile<false>>(rows, vectors);
-}
 
 }  // namespace quire::QUIRE_ISA

@@ -14,10 +14,12 @@ constexpr int64_t kPieceGroups = kPieceK / 16;
 
 // W of IEEE's binary16 from p on.
 #if defined(QUIRE_SIMD_AVX512)
+constexpr bool kHasHalves = true;
 QUIRE_INLINE f32 load_halves(const char* p) {
   return (f32)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 #else
+constexpr bool kHasHalves = false;
 QUIRE_INLINE f32 load_halves(const char* p) {
   const i32 half = load_integers<u16_lanes>(p);
   // Moved to float32's place, exponents are off by 112; denormals come right by the multiplication, too.
@@ -123,10 +125,11 @@ struct PanelReader {
     return shape.format.bits == 4 && shape.format.table == nullptr && shape.format.group == QuantizedShape::kBlock;
   }
 
-  // Whether each group has a scale in bfloat16, and no min.
+  // Whether each group has a scale that one operation makes a float32, and no min.
   QUIRE_MEMBER bool has_stored_scales() const {
     const QuantizedFormat& format = shape.format;
-    return format.scale == Number::kBFloat && format.min == Number::kNone && format.base_group == format.group;
+    const bool is_cheap = format.scale == Number::kBFloat || (kHasHalves && format.scale == Number::kHalf);
+    return is_cheap && !format.has_steps && format.min == Number::kNone && format.base_group == format.group;
   }
 
   // The units of blocks [begin, end) of fewer than 8 bits with a byte for each integer -> piece.

@@ -45,6 +45,15 @@ void read_ahead(const FileRange& range) {
   madvise(start, size_t(bytes), MADV_WILLNEED);  // if it is refused, products read the pages themselves
 }
 
+bool has_large_nearest_cache() {
+#ifdef _SC_LEVEL1_DCACHE_SIZE
+  static const bool is_large = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 * 1024;
+  return is_large;
+#else
+  return false;
+#endif
+}
+
 void* aligned_memory(int64_t bytes) {
   void* memory = std::aligned_alloc(64, static_cast<size_t>(bytes + 63) / 64 * 64);
   if (memory == nullptr) throw std::bad_alloc();

@@ -18,6 +18,9 @@ struct FileRange {
 // Asks the system to read the range where it is not in memory, and does not wait for it.
 void read_ahead(const FileRange& range);
 
+// Whether a core's first-level cache of data has 48 KiB or more.
+bool has_large_nearest_cache();
+
 // 64-byte aligned, to be freed by std::free. Throws std::bad_alloc.
 void* aligned_memory(int64_t bytes);
 
