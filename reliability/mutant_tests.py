@@ -133,6 +133,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "engine/step/advance_beams.py": ("engine/test_beam_search.py",),
     "engine/step/commit.py": (
         "engine/test_commit.py",
+        "engine/test_commit_grammars.py",
+        "engine/test_commit_pooled.py",
         "engine/test_schedule.py",
         "engine/test_samples.py",
         "engine/test_beam_search.py",

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from quire.common.batch import PoolSpec
 from quire.common.faults import Fault, inject
-from quire.common.params import SamplingParams
-from quire.engine.requests.output import SampleOutput
-from quire.engine.requests.pooling import PromptPooling
 from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
-from quire.kv.prefix_cache.content_hash import NO_KEY
 
 from .beams import BeamHarness
-from .fake import Harness, drafting_by, expected_output, history, next_token
+from .fake import Harness, expected_output
 from .test_logprobs import check as check_logprobs
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]  # two blocks and one token
@@ -313,140 +305,3 @@ def test_what_was_drafted_is_counted_and_the_drafter_learns_of_each_end():
     stats = harness.committer.drafting.stats["function"]
     assert group.metrics.num_drafts == (stats.num_tokens, stats.num_accepted) == (3 + 4, 3)
     assert ended == group.seqs
-
-
-# Pooling
-
-
-def add_pooled(harness: Harness, prompt: list[int]) -> SequenceGroup:
-    params = SamplingParams(detokenize=False)
-    pooling = PromptPooling(PoolSpec("embed"), len(prompt), is_whole=False)
-    seq = Sequence(harness.requests.new_seq_id(), prompt, (), SampleOutput(params), pooling=pooling)
-    return harness._add(seq, prompt, params, NO_KEY)
-
-
-def test_a_prompt_is_pooled_when_all_of_it_is_computed():
-    harness = count_steps(Harness(num_blocks=20, max_num_batched_tokens=4))
-    group, vector = add_pooled(harness, PROMPT[:6]), np.ones(3, np.float32)
-    assert [commit(harness), commit(harness, pooled={0: vector})] == [[], [group]]
-    seq = group.seqs[0]
-    assert (seq.pooling.result is vector, seq.status, group.error) == (True, SequenceStatus.FINISHED_STOPPED, None)
-    assert (group.metrics.first_token_time, group.metrics.finished_time) == (2, 2)
-    assert (harness.committer.num_prompt_tokens, harness.committer.num_tokens) == (6, 6)
-    assert not harness.requests
-
-
-def test_a_prompt_whose_pooling_failed_ends_alone_with_the_reason():
-    harness = Harness(num_blocks=20)
-    bad, other = add_pooled(harness, PROMPT[:6]), add_pooled(harness, PROMPT[:5])
-    vector = np.ones(3, np.float32)
-    assert commit(harness, pooled={1: vector}, pool_errors={0: "not finite"}) == [bad, other]
-    assert (bad.error, bad.has_failed) == ("request '0': not finite", True)
-    assert (other.error, other.seqs[0].pooling.result is vector) == (None, True)
-    assert not harness.requests
-
-
-# Grammars
-
-
-class Spelled:
-    """A grammar of one text. Some of its tokens are forced, and it may end at some places before its end."""
-
-    error: str | None = None
-
-    def __init__(self, text: list[int], forced: Collection[int] = (), ends: Collection[int] = (), place: int = 0):
-        self.text, self.forced, self.ends, self.place = text, forced, ends, place
-        self.is_usable = True
-
-    def fork(self) -> Spelled:
-        return Spelled(self.text, self.forced, self.ends, self.place)
-
-    def mask(self) -> np.ndarray:
-        return np.full(2, -1, np.int32)
-
-    def advance(self, token_id: int) -> bool:
-        self.is_usable &= self.text[self.place : self.place + 1] == [token_id]
-        self.place += 1
-        return self.is_usable
-
-    def num_allowed(self, token_ids: Collection[int]) -> int:
-        return len(token_ids)
-
-    def forced_tokens(self) -> list[int]:
-        end = self.place
-        while end in self.forced:
-            end += 1
-        return self.text[self.place : end]
-
-    @property
-    def may_end(self) -> bool:
-        return self.is_usable and self.place in self.ends
-
-    @property
-    def is_finished(self) -> bool:
-        return self.is_usable and self.place == len(self.text)
-
-
-def spelled(text: list[int], max_tokens: int = 8, **grammar: object) -> tuple[Harness, SequenceGroup]:
-    """A harness with one request, which has this grammar."""
-    harness = count_steps(Harness(num_blocks=20))
-    group = harness.add(PROMPT, max_tokens)
-    group.seqs[0].grammar = Spelled(text, **grammar)
-    return harness, group
-
-
-def test_forced_tokens_follow_without_a_draw_and_the_next_is_drawn_behind_them():
-    first = expected_output(PROMPT, 1)
-    forced = [*first, WRONG, WRONG + 1]
-    harness, group = spelled([*forced, next_token(history(PROMPT + forced)), WRONG], forced={1, 2, 4})
-    assert commit(harness) == [group]
-    assert harness.output(group) == forced
-    assert commit(harness) == [group]
-    assert harness.output(group) == group.seqs[0].grammar.text
-    assert group.seqs[0].status is SequenceStatus.FINISHED_STOPPED, "the grammar is complete"
-    assert (harness.committer.num_generated_tokens, group.error) == (5, None)
-    assert not harness.requests
-
-
-@pytest.mark.parametrize("max_tokens", [1, 2, 3])
-def test_forced_tokens_end_where_the_request_does(max_tokens):
-    text = expected_output(PROMPT, 1) + [WRONG] * 5
-    harness, group = spelled(text, max_tokens, forced=range(1, 6))
-    assert commit(harness) == [group]
-    assert harness.output(group) == text[:max_tokens]
-    assert (group.seqs[0].status, group.error) == (SequenceStatus.FINISHED_LENGTH_CAPPED, None)
-
-
-def test_nothing_is_forced_between_accepted_drafts():
-    expected = expected_output(PROMPT, 9)
-    harness, group = spelled([*expected, WRONG], 9, forced={3})
-    drafting = drafting_by(lambda group, seq: expected[seq.num_output_tokens :][:3], 80)
-    harness.scheduler.drafting = harness.committer.drafting = drafting
-    harness.run()
-    harness.check_output(group)
-    assert group.error is None
-    assert harness.scheduler.num_steps == 3, "drafts are accepted"
-
-
-@pytest.mark.parametrize("error", [None, "too many items"])
-def test_a_draw_that_the_grammar_rejects_ends_the_request_with_the_tokens_before(error):
-    expected = expected_output(PROMPT, 2)
-    harness, group = spelled([*expected, WRONG])
-    for _ in range(2):
-        harness.step()
-    group.seqs[0].grammar.error = error
-    assert commit(harness) == [group]
-    reason = error or "the grammar does not allow the token that was drawn"
-    assert group.error == f"stopped after 2 tokens: {reason}"
-    assert harness.output(group) == expected
-    assert group.seqs[0].status is SequenceStatus.FINISHED_LENGTH_CAPPED
-    assert group.metrics.finished_time == 3
-    assert not harness.requests
-
-
-def test_a_draw_that_the_grammar_rejects_where_it_may_end_ends_the_request_without_an_error():
-    expected = expected_output(PROMPT, 2)
-    harness, group = spelled([*expected, WRONG], ends={2})
-    harness.run()
-    assert (harness.output(group), group.error) == (expected, None)
-    assert group.seqs[0].status is SequenceStatus.FINISHED_STOPPED
