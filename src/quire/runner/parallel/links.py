@@ -68,6 +68,7 @@ class Links:
         self.lost: str | None = None
         """What has become of a rank that has ended by itself."""
         self.when_lost: Callable[[], object] = lambda: None
+        self._has_lost = threading.Event()
         self._stop, self._stopped = os.pipe()
         self._is_closing = threading.Event()
         self._connections: list[Connection] = []
@@ -113,6 +114,7 @@ class Links:
     def _report(self, rank: int, process: RankProcess) -> None:
         self.lost = f"rank {rank} {process.end()}"
         logger.error("%s; without it this engine cannot go on", self.lost)
+        self._has_lost.set()
         self.when_lost()
         if liveness.on_loss is not None:
             liveness.on_loss()
@@ -125,7 +127,8 @@ class Links:
             try:
                 connection.send_frame(frame)
             except OSError as error:
-                raise EngineBrokenError(f"a rank cannot be reached: {self.lost or error}") from error
+                self._has_lost.wait(_EXIT_S)
+                raise EngineBrokenError(self.lost or f"a rank cannot be reached: {error}") from error
 
     def send_each(self, messages: Sequence[Message]) -> None:
         """Send each rank its own."""
@@ -156,7 +159,8 @@ class Links:
             except (OSError, ValueError) as error:
                 raise EngineBrokenError(f"rank {rank} sends nonsense: {error}") from error
             if message is None:
-                raise EngineBrokenError(self.lost or f"rank {rank} has ended")
+                self._has_lost.wait(_EXIT_S)
+                raise EngineBrokenError(self.lost or f"rank {rank} has closed its socket")
             if not isinstance(message, Progress):
                 return message
             waited_s = 0.0

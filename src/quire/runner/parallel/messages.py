@@ -63,7 +63,7 @@ class Restart(Message):
 
 
 class Done(Message):
-    """What was asked for is done; of Start, the model is loaded."""
+    """What was asked for is done, or has Failed."""
 
 
 class Failed(Message):

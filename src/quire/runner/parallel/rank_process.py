@@ -69,6 +69,8 @@ def serve(sock: socket.socket, memory: int, *, pins: bool = True) -> None:
     except Exception as error:
         _log(error)
         connection.send(Failed(type(error).__name__, str(error)))
+        connection.send(Done())
+        connection.receive(TO_RANK)  # rank 0 closes the socket
         return
     finally:
         has_loaded.set()
