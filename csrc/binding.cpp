@@ -24,4 +24,5 @@ NB_MODULE(_native, module) {
   bind_attention(module);
   bind_kv_cache(module);
   bind_sampling(module);
+  bind_ranks(module);
 }

@@ -70,5 +70,6 @@ void bind_elementwise(nb::module_& module);
 void bind_attention(nb::module_& module);
 void bind_kv_cache(nb::module_& module);
 void bind_sampling(nb::module_& module);
+void bind_ranks(nb::module_& module);
 
 }  // namespace quire

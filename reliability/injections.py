@@ -101,6 +101,10 @@ class OneFails:
         """As the executor that it wraps."""
         self.executor.unload_adapter(slot)
 
+    def close(self) -> None:
+        """Close the executor that it stands for."""
+        self.executor.close()
+
 
 @dataclasses.dataclass
 class Outcome:

@@ -33,15 +33,18 @@ def kept() -> Iterator[None]:
         found = read(folder)
         return TokenizerFiles(found.backend, dict(found.special_tokens), dict(found.chat_templates))
 
-    def peak(config: ModelConfig, num_tokens: int, lora: LoRAConfig | None = None) -> int:
+    def peak(
+        config: ModelConfig, num_tokens: int, lora: LoRAConfig | None = None, ranks: kernels.Ranks | None = None
+    ) -> int:
         if config.path.parent != EMBEDDED_ROOT:
-            return activation_bytes(config, num_tokens, lora)
+            return activation_bytes(config, num_tokens, lora, ranks)
         fields = {
             name: getattr(config, name) for name in config.__slots__ if name not in ("hf_config", "max_model_len")
         }
-        key = (json.dumps(dict(config.hf_config)), repr(fields), num_tokens, repr(lora), kernels.isa())
+        shard = None if ranks is None else ranks.shard
+        key = (json.dumps(dict(config.hf_config)), repr(fields), num_tokens, repr(lora), kernels.isa(), shard)
         if key not in measured:
-            measured[key] = activation_bytes(config, num_tokens, lora)
+            measured[key] = activation_bytes(config, num_tokens, lora, ranks)
         return measured[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -3,6 +3,7 @@
 #include "matmul/pack.h"
 #include "quantized/factors.h"
 #include "quantized/pack.h"
+#include "quantized/take_rows.h"
 
 namespace quire {
 
@@ -42,6 +43,12 @@ void bind_quantized(nb::module_& module) {
         ask_for_large_pages(out, shape.bytes());
         return pack_integers(shape, {bytes, rows, columns, first, count}, scales, zeros, out);
       },
+      Unlocked());
+  add_function(module, "take_packed_rows", &take_packed_rows, Unlocked());
+  add_function(
+      module, "take_quantized_rows",
+      +[](int format, int64_t base_group, int64_t n, int64_t k, const char* weight, const int64_t* rows, int64_t count,
+          char* out) { take_quantized_rows(QuantizedShape(format, base_group, n, k), weight, rows, count, out); },
       Unlocked());
   add_kernel(
       module, "quantized_matmul",

@@ -40,7 +40,7 @@ def parallel(**changed):
         (scheduler, "target_step_ms", (1e-6, 1e6, None)),
         (scheduler, "tenant_weights", ({"a": 1e-6, "b": 1e6},)),
         (parallel, "num_threads", (1, None)),
-        (parallel, "tensor_parallel_size", (1,)),
+        (parallel, "tensor_parallel_size", (1, 64)),
         (parallel, "cpus", ((0, 1), ())),
     ],
 )
@@ -73,7 +73,8 @@ def test_the_ends_of_a_range_are_in_it(make, name, values):
         (scheduler, "tenant_weights", {"a": 1, "b": 0}, r"tenant_weights\['b'\]=0: must be a number from 1e-06"),
         (scheduler, "tenant_weights", {"a": 2e6}, r"tenant_weights\['a'\]=2000000.0: must be a number from"),
         (parallel, "num_threads", 0, "num_threads=0: must be at least 1"),
-        (parallel, "tensor_parallel_size", 2, "tensor_parallel_size=2: only 1 is supported"),
+        (parallel, "tensor_parallel_size", 0, "tensor_parallel_size=0: must be 1 to 64"),
+        (parallel, "tensor_parallel_size", 65, "tensor_parallel_size=65: must be 1 to 64"),
     ],
 )  # fmt: skip
 def test_what_is_beyond_is_refused_by_name(make, name, value, message):

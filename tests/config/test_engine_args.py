@@ -49,8 +49,12 @@ def test_threads_seed_and_logprobs_are_used():
     config = EngineArgs(num_threads=3, seed=9, max_logprobs=-1, logprobs_mode="processed_logits").resolve()
     assert config.parallel == ParallelConfig(3)
     assert (config.seed, config.max_logprobs, config.logprobs_mode) == (9, -1, "processed_logits")
-    with pytest.raises(ConfigError, match=r"^tensor_parallel_size=2: "):
-        EngineArgs(tensor_parallel_size=2).resolve()
+    ranks = EngineArgs(tensor_parallel_size=2).resolve().parallel
+    assert (ranks.tensor_parallel_size, ranks.executor_name, config.parallel.executor_name) == (
+        2,
+        "ranks",
+        "in_process",
+    )
 
 
 def test_each_argument_of_the_model_is_used():

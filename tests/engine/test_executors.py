@@ -55,10 +55,10 @@ def run(name: str) -> dict[str, list]:
 
 
 def test_a_batch_crosses_a_wire_and_comes_back_as_the_same_tokens(monkeypatch):
-    monkeypatch.setitem(executors.EXECUTORS, "wire", lambda *given: OverAWire(executors._in_process(*given)))
+    monkeypatch.setitem(executors.EXECUTORS, "wire", lambda *given: OverAWire(executors.make_worker(*given)))
     assert run("wire") == run("in_process")
 
 
 def test_an_unknown_executor_is_refused():
-    with pytest.raises(ConfigError, match="executor='tcp' is unknown: allowed are in_process"):
+    with pytest.raises(ConfigError, match="executor='tcp' is unknown: allowed are in_process, ranks"):
         run("tcp")

@@ -161,7 +161,7 @@ def test_without_a_size_the_cache_takes_what_is_left(monkeypatch):
         ({"max_num_batched_tokens": -1}, "max_num_batched_tokens=-1"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0: must be 1 to 64"),
         ({"num_threads": 0}, "num_threads=0"),
         ({"swap_space": -1}, "swap_space=-1"),
         ({"swap_space": float("nan")}, "swap_space=nan"),

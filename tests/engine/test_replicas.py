@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from quire import ConfigError, EngineArgs
-from quire.config.machine import MachineMemory, cpu_quota
+from quire.config import machine as machine_config
+from quire.config.machine import MachineMemory, cpu_quota, neighbours_first
 from quire.engine.routing import replicas
-from quire.engine.routing.replicas import check_one_engine, neighbours_first, replica_args
+from quire.engine.routing.replicas import check_one_engine, replica_args
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +19,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.setattr(replicas, "machine_memory", lambda: MachineMemory(1000, 800))
     monkeypatch.setattr(replicas, "cpu_quota", lambda: None)
-    monkeypatch.setattr(replicas, "_CPUS", tmp_path)
+    monkeypatch.setattr(machine_config, "_CPUS", tmp_path)
     return tmp_path
 
 

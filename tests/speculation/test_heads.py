@@ -168,8 +168,12 @@ def test_planted_bugs_are_seen(plant: str, tmp_path: Path, monkeypatch: pytest.M
         return token_ids, history
 
     if plant == "another state":
-        point_at = head_runner.HeadRunner._point_at
-        monkeypatch.setattr(head_runner.HeadRunner, "_point_at", lambda self, rows: point_at(self, [0] * len(rows)))
+        logits_of = head_runner.HeadRunner._logits_of
+        monkeypatch.setattr(
+            head_runner.HeadRunner,
+            "_logits_of",
+            lambda self, sequences, rows, is_first: logits_of(self, sequences, [0] * len(rows), is_first=is_first),
+        )
     monkeypatch.setattr(head_runner, "accepted_tokens", planted)
     head = heads.eagle()
     with pytest.raises(AssertionError):

@@ -3,12 +3,16 @@
 import ctypes
 import signal
 import sys
+from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
 
 num_kernel_events = 0
 """Number of starts and ends of kernel calls in this process. While it grows, a long step is making progress; while it
 is odd, a kernel is running."""
+
+on_loss: Callable[[], object] | None = None
+"""What is called, in some thread, when a process without which this one cannot go on has ended; None for nothing."""
 
 
 def end_with_parent() -> None:

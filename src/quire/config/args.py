@@ -161,8 +161,8 @@ class EngineArgs(metaclass=_NamesChecked):
         "Ray cluster, as HOST:PORT, auto (the one that runs on this machine) or local (one is started for this "
         "process alone); none: RAY_ADDRESS, or else local",
     )
-    tensor_parallel_size: int = arg(1, "only 1 is supported")
-    num_threads: int | None = arg(None, "threads of the kernels; none: the number that the CPU set and quota allow")
+    tensor_parallel_size: int = arg(1, "processes that compute each step together, each with a part of the model")
+    num_threads: int | None = arg(None, "threads of the kernels, in each process; none: all CPUs of the set and quota")
     cpu_list: str | None = arg(None, "CPUs, as in 0,2-3, each with one thread pinned to it; none: no pinning")
     hf_overrides: Mapping[str, Any] | None = arg(None, "values that replace those of config.json, as a JSON object")
     override_generation_config: Mapping[str, Any] | None = arg(

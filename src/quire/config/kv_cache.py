@@ -8,6 +8,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from quire.common.errors import ConfigError
+from quire.config.parallel import Shard, key_heads
 
 MAX_BLOCKS_PER_SEQ = 2**26
 """Largest number of blocks of a sequence; no sequence has as many."""
@@ -38,6 +39,10 @@ class KVCacheSpec(ABC):
         """The spec of the same layer with keys and values in `dtype`. Raises ConfigError if it cannot have that."""
         return self
 
+    def of_rank(self, shard: Shard) -> KVCacheSpec:
+        """What one of the ranks that share the layer keeps: here all of it."""
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec(KVCacheSpec):
@@ -64,6 +69,10 @@ class AttentionSpec(KVCacheSpec):
                 "multiple of 4; leave it at auto"
             )
         return dataclasses.replace(self, dtype=dtype)
+
+    def of_rank(self, shard: Shard) -> AttentionSpec:
+        first, end = key_heads(self.num_kv_heads, shard)
+        return dataclasses.replace(self, num_kv_heads=end - first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +168,11 @@ class KVCacheGroup:
         of_draft = sum([spec.block_bytes(block_size) for spec in self.draft_specs])
         return len(self.layer_ids) * self.spec.block_bytes(block_size) + of_draft
 
+    def of_rank(self, shard: Shard) -> KVCacheGroup:
+        """The same layers, with what a rank keeps of them."""
+        of_draft = tuple([spec.of_rank(shard) for spec in self.draft_specs])
+        return KVCacheGroup(self.layer_ids, self.spec.of_rank(shard), of_draft)
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
@@ -175,12 +189,21 @@ class KVCacheConfig:
     """Number of blocks of the host tier, for swapped-out requests and spilled blocks."""
     max_chunk: int | None = None
     """Largest number of tokens of one sequence in a step. It limits the blocks that a group with a window uses."""
+    num_ranks: int = 1
+    """Processes that each keep a part of every block."""
 
     @property
     def block_bytes(self) -> int:
-        """A whole block, with all layers of its group."""
+        """A whole block, with all layers of its group, in all ranks."""
+        if self.num_ranks > 1:
+            return sum([self.of_rank(Shard(rank, self.num_ranks)).block_bytes for rank in range(self.num_ranks)])
         largest = max(group.block_bytes(self.block_size) for group in self.groups)
         return -(-largest // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
+
+    def of_rank(self, shard: Shard) -> KVCacheConfig:
+        """What one rank allocates."""
+        groups = tuple([group.of_rank(shard) for group in self.groups])
+        return dataclasses.replace(self, groups=groups, num_ranks=1)
 
     @property
     def total_bytes(self) -> int:
@@ -195,7 +218,9 @@ class KVCacheConfig:
     @property
     def bytes_per_token(self) -> float:
         """What all layers keep of a token, as long as each of them keeps it."""
-        return sum(group.block_bytes(self.block_size) for group in self.groups) / self.block_size
+        ranks = [Shard(rank, self.num_ranks) for rank in range(self.num_ranks)]
+        parts = [group.of_rank(rank) if self.num_ranks > 1 else group for group in self.groups for rank in ranks]
+        return sum(part.block_bytes(self.block_size) for part in parts) / self.block_size
 
     def blocks_to_hold(self, num_tokens: int) -> int:
         """Blocks, in all groups together, that a sequence may hold at once on its way to `num_tokens` tokens."""

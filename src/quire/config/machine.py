@@ -8,11 +8,13 @@ import mmap
 import os
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.common.errors import ConfigError, OutOfMemoryError
 
+_CPUS = Path("/sys/devices/system/cpu")
 _PIECE_BYTES = 1024 * 1024
 _MEASURED_S, _MAX_PIECES = 0.1, 64
 _ASSUMED_BYTES_PER_S = 1e9
@@ -174,3 +176,21 @@ def format_bytes(num_bytes: int) -> str:
             break
         size, unit = size / 1024, larger
     return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+
+
+def neighbours_first(cpus: Iterable[int]) -> list[int]:
+    """Return CPUs in an order in which those of a memory node, and of a core, lie together."""
+    return sorted(cpus, key=lambda cpu: (_node(cpu), _number(_CPUS / f"cpu{cpu}/topology/core_id"), cpu))
+
+
+def _node(cpu: int) -> int:
+    """The memory node of a CPU; 0 if it is unknown."""
+    found = [re.fullmatch(r"node([0-9]+)", path.name) for path in (_CPUS / f"cpu{cpu}").glob("node*")]
+    return next((int(match[1]) for match in found if match), 0)
+
+
+def _number(path: Path) -> int:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0

@@ -2,13 +2,83 @@
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from quire.common.errors import ConfigError
 
 MAX_ENGINES = 1024
+MAX_RANKS = 64
 BACKENDS = ("mp", "uni", "ray")
 """Where engines run: processes of this machine, which vLLM's `uni` means too, or actors of a Ray cluster."""
+
+
+Range = tuple[int, int]
+"""The first index, and the one after the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of the processes that compute a forward pass together."""
+
+    rank: int = 0
+    num_ranks: int = 1
+
+    def range_of(self, sizes: Sequence[int]) -> Range:
+        """Where its part begins and ends, if each rank has a part of one of these sizes."""
+        start = sum(sizes[: self.rank])
+        return start, start + sizes[self.rank]
+
+
+def cut(size: int, unit: int, num_ranks: int) -> tuple[int, ...]:
+    """The size of each rank's part: as equal as whole units allow, larger ones first. Units are halved until each rank
+    gets one. Raises ConfigError if there is less than 1 for each."""
+    if size < num_ranks:
+        raise ConfigError(
+            f"tensor_parallel_size={num_ranks}: a layer has only {size} columns or heads to be divided: at most {size}"
+        )
+    while -(-size // unit) < num_ranks:
+        unit //= 2
+    num_units = -(-size // unit)
+    ends = [min(size, sum(shares(num_units, num_ranks)[: rank + 1]) * unit) for rank in range(num_ranks)]
+    return tuple(end - start for start, end in pairwise((0, *ends)))
+
+
+def shares(count: int, num_parts: int) -> list[int]:
+    """Parts that differ by at most 1, larger ones first."""
+    return [count // num_parts + (part < count % num_parts) for part in range(num_parts)]
+
+
+def key_heads(num_kv_heads: int, shard: Shard) -> Range:
+    """The heads of keys and values that a rank keeps. If there are more ranks than heads, several keep the same one."""
+    if num_kv_heads >= shard.num_ranks:
+        return shard.range_of(shares(num_kv_heads, shard.num_ranks))
+    head = next(head for head in range(num_kv_heads) if shard.rank < sum(_sharers(num_kv_heads, shard)[: head + 1]))
+    return head, head + 1
+
+
+def query_heads(num_heads: int, num_kv_heads: int, shard: Shard) -> Range:
+    """The heads of queries that a rank computes: those that read its heads of keys, or a part of them. Raises
+    ConfigError if there are too few."""
+    first, end = key_heads(num_kv_heads, shard)
+    per_key = num_heads // num_kv_heads
+    if num_kv_heads >= shard.num_ranks:
+        return first * per_key, end * per_key
+    sharers = _sharers(num_kv_heads, shard)
+    if per_key < max(sharers):
+        raise ConfigError(
+            f"tensor_parallel_size={shard.num_ranks}: a layer has {num_heads} attention heads, {per_key} for each of "
+            f"{num_kv_heads} heads of keys and values: at most {num_heads}"
+        )
+    of_head = Shard(shard.rank - sum(sharers[:first]), sharers[first])
+    start, stop = of_head.range_of(shares(per_key, of_head.num_ranks))
+    return first * per_key + start, first * per_key + stop
+
+
+def _sharers(num_kv_heads: int, shard: Shard) -> list[int]:
+    """How many ranks keep each head."""
+    return shares(shard.num_ranks, num_kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +86,13 @@ class ParallelConfig:
     """The threads of this process and the number of processes of this engine."""
 
     num_threads: int | None
-    """Threads of the kernels; None for the number that the CPU set and the container's quota allow."""
+    """Threads of the kernels in each rank; None for what the CPU set and the container's quota allow, in all."""
     tensor_parallel_size: int = 1
+    """Processes that compute each step together, this one included."""
     data_parallel_size: int = 1
     """Engines among which requests are spread; each has such threads and processes of its own."""
-    executor: str = "in_process"
-    """Which executor runs the batches; see quire.runner.executor."""
+    executor: str | None = None
+    """Which executor runs the batches; see quire.runner.executor. None: the one for this number of ranks."""
     cpus: tuple[int, ...] = ()
     """CPUs that each get one thread pinned to them; if empty, `num_threads` threads run unpinned."""
     backend: str = "mp"
@@ -34,11 +105,13 @@ class ParallelConfig:
             raise ConfigError("num_threads and cpu_list both set the number of threads: give one")
         if not 1 <= self.data_parallel_size <= MAX_ENGINES:
             raise ConfigError(f"data_parallel_size={self.data_parallel_size}: must be 1 to {MAX_ENGINES}")
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported; num_threads sets the number "
-                "of cores that are used"
-            )
+        if not 1 <= self.tensor_parallel_size <= MAX_RANKS:
+            raise ConfigError(f"tensor_parallel_size={self.tensor_parallel_size}: must be 1 to {MAX_RANKS}")
+
+    @property
+    def executor_name(self) -> str:
+        """The name of the executor."""
+        return self.executor or ("in_process" if self.tensor_parallel_size == 1 else "ranks")
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:

@@ -212,6 +212,7 @@ class LLMEngine:
 
     def _contain(self, error: Exception) -> None:
         """End the request that made the step fail, if it is known. Raises EngineBrokenError where it cannot be one."""
+        self._broken = error if isinstance(error, EngineBrokenError) else self._broken
         if self._broken is not None:
             raise self._broken
         logger.warning("a step failed, and is tried again", exc_info=error)
@@ -227,8 +228,7 @@ class LLMEngine:
         if culprit is not None:
             self._changed.append(culprit)
             self._end_failed(culprit, when, error)
-        if self._isolator.num_consecutive_failures > MAX_CONSECUTIVE_FAILURES:
-            num_failures = self._isolator.num_consecutive_failures
+        if (num_failures := self._isolator.num_consecutive_failures) > MAX_CONSECUTIVE_FAILURES:
             self._broken = EngineBrokenError(f"{num_failures} failures without a step in between that succeeded")
             raise self._broken from error
 
@@ -246,8 +246,7 @@ class LLMEngine:
         try:
             yield
         except Exception as error:
-            reason = f"internal accounting is inconsistent: {type(error).__name__}: {error}"
-            self._broken = EngineBrokenError(reason)
+            self._broken = EngineBrokenError(f"internal accounting is inconsistent: {type(error).__name__}: {error}")
             raise self._broken from error
 
     def _end_failed(self, group: SequenceGroup, when: str, error: Exception) -> None:
@@ -326,6 +325,7 @@ class LLMEngine:
         for pin_id in list(self.blocks.pins.block_ids):
             self.blocks.pins.unpin(pin_id)
         self.blocks.forget_cached()
+        self.executor.close()
         self.executor = SleepingExecutor()
         self._slots.clear(self.executor)
         gc.collect()

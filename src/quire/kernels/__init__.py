@@ -3,6 +3,7 @@
 from quire.kernels.attention import encoder_attention, latent_attention, paged_attention
 from quire.kernels.backends import backend_for, backend_of, isa, num_threads, register_backend, set_num_threads
 from quire.kernels.backends.base import Backend
+from quire.kernels.backends.native.ranks import Gather, Ranks, SharedTable, rank_memory_bytes, take_rows
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.shapes import Meter
 from quire.kernels.backends.workspace import Workspace, borrowed
@@ -73,6 +74,7 @@ __all__ = [
     "ExpertFiles",
     "ExpertRows",
     "ExpertWeights",
+    "Gather",
     "HeadWeights",
     "KernelGraph",
     "LoRATable",
@@ -83,8 +85,10 @@ __all__ = [
     "PackedWeight",
     "PlacedIntegers",
     "QuantizedWeight",
+    "Ranks",
     "Routing",
     "SamplingTensors",
+    "SharedTable",
     "StackedWeight",
     "TokenLists",
     "Workspace",
@@ -131,6 +135,7 @@ __all__ = [
     "processed_logits",
     "quantize_weight",
     "quantized_bytes",
+    "rank_memory_bytes",
     "read_ahead",
     "register_backend",
     "rms_norm",
@@ -140,6 +145,7 @@ __all__ = [
     "scale",
     "set_num_threads",
     "softcap",
+    "take_rows",
     "top_logprobs",
     "unpack_weight",
     "weight_copy",

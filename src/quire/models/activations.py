@@ -11,6 +11,7 @@ from quire import kernels
 from quire.config.kv_cache import NoCacheSpec
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
+from quire.config.parallel import Shard
 from quire.kernels.variants import AttentionVariant, EncoderVariant
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.base import Model
@@ -22,13 +23,16 @@ from quire.models.weights.loader import build_model, open_weights
 _BLOCK_SIZE = 16
 
 
-def activation_bytes(config: ModelConfig, num_tokens: int, lora: LoRAConfig | None = None) -> int:
+def activation_bytes(
+    config: ModelConfig, num_tokens: int, lora: LoRAConfig | None = None, ranks: kernels.Ranks | None = None
+) -> int:
     """The most that the outputs of kernels, and of torch's operations in a model that has some, take at once in a
-    forward pass of `num_tokens` tokens; logits excluded. With `lora`, the tokens have adapters.
+    forward pass of `num_tokens` tokens; logits excluded. With `lora`, the tokens have adapters. With `ranks`, that of
+    this rank.
 
     The model runs on torch's meta device: its kernels allocate as always, but read no weights and compute nothing.
     """
-    model = build_model(dataclasses.replace(config, max_model_len=1), open_weights(config))
+    model = build_model(dataclasses.replace(config, max_model_len=1), open_weights(config), ranks)
     meter = kernels.Meter()
     with torch.no_grad():  # not inference_mode, in which torch would hide the operations that others consist of
         for _, layer in model.weighted_layers():
@@ -42,7 +46,8 @@ def activation_bytes(config: ModelConfig, num_tokens: int, lora: LoRAConfig | No
                     setattr(module, name, _on_meta(value))
         if lora is not None:
             AdapterSlots(model, lora)
-        batch, caches = _batch(model, num_tokens, has_adapters=lora is not None), _caches(model, config)
+        shard = Shard() if ranks is None else ranks.shard
+        batch, caches = _batch(model, num_tokens, has_adapters=lora is not None), _caches(model, config, shard)
         with meter.counting():
             model(batch, caches)
     return meter.peak_bytes
@@ -71,9 +76,10 @@ def _batch(model: Model, num_tokens: int, has_adapters: bool) -> BatchTensors:
     return batch
 
 
-def _caches(model: Model, config: ModelConfig) -> list[LayerCache]:
+def _caches(model: Model, config: ModelConfig, shard: Shard) -> list[LayerCache]:
     """A block for each layer that keeps something."""
-    specs = [spec for spec in model.kv_cache_specs(config) if not isinstance(spec, NoCacheSpec)]
+    all_specs = [spec.of_rank(shard) for spec in model.kv_cache_specs(config)]
+    specs = [spec for spec in all_specs if not isinstance(spec, NoCacheSpec)]
     buffers = (_meta((spec.block_bytes(_BLOCK_SIZE),), torch.uint8) for spec in specs)
     return [view_cache(spec, buffer, 1, _BLOCK_SIZE, 0) for spec, buffer in zip(specs, buffers, strict=True)]
 

@@ -1,7 +1,7 @@
 """A draft model: reads what the model's steps accept, and drafts what may come next (Leviathan et al. 2023)."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
@@ -29,6 +29,9 @@ from quire.runner.decode_graphs import MAX_ROWS, DecodeGraphs, Recordable
 from quire.runner.model_runner import build_tensors
 from quire.runner.sampling.sampler import Sampler
 
+Announce = Callable[[tuple[ScheduledSequence, ...], list[int], bool], object]
+"""Called before a pass with its sequences, with the rows of hidden states that a head reads, and with whether these
+are the model's."""
 _LONGEST_RECORDED = 40
 """Tokens of a sequence in a pass that is recorded: those of a step with the most drafts, and some more."""
 
@@ -105,6 +108,7 @@ class DraftRunner:
         sequence."""
         self._passes, self._vocab_sizes, self._max_len = passes, vocab_sizes, max_len
         self._sampler = Sampler(backend)
+        self.announce: Announce | None = None
 
     @torch.inference_mode()
     def run(self, sequences: Sequence[ScheduledSequence], result: StepResult) -> StepResult:
@@ -165,7 +169,19 @@ class DraftRunner:
 
     def _logits(self, readings: Sequence[Reading]) -> Tensor | None:
         """[num_drawn, vocab] float32: of the last row of each sequence that draws; None if none does."""
-        return self._passes.logits([reading.sequence for reading in readings])
+        return self._logits_of([reading.sequence for reading in readings], [], is_first=True)
+
+    def _logits_of(
+        self, sequences: Sequence[ScheduledSequence], rows: Sequence[int], *, is_first: bool
+    ) -> Tensor | None:
+        if self.announce is not None:
+            self.announce(tuple(sequences), list(rows), is_first)
+        return self._passes.logits(sequences)
+
+    @torch.inference_mode()
+    def follow(self, sequences: Sequence[ScheduledSequence], rows: Sequence[int], *, is_first: bool) -> None:
+        """Run a pass that another rank has announced."""
+        self._logits_of(sequences, rows, is_first=is_first)
 
 
 def with_room_of_rejected(s: ScheduledSequence, ahead: Ahead, drawn_ids: tuple[int, ...]) -> Ahead:

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from quire.common.batch import Batch, StepResult
 from quire.common.errors import ConfigError
 from quire.common.params import PoolerInfo
 from quire.config.args import EngineConfig
 from quire.config.kv_cache import KVCacheConfig
-from quire.runner.worker import Worker
+from quire.runner.parallel.executor import RanksExecutor
+from quire.runner.worker import make_worker
 
 
 class Executor(Protocol):
@@ -36,6 +37,10 @@ class Executor(Protocol):
         """Free a slot and its memory. It may be free already."""
         ...
 
+    def close(self) -> None:
+        """End what the executor runs besides this process. It is not used any more."""
+        ...
+
 
 class SleepingExecutor:
     """In place of the executor of an engine that sleeps."""
@@ -53,20 +58,21 @@ class SleepingExecutor:
     def unload_adapter(self, slot: int) -> None:
         """Does nothing: no adapter is loaded."""
 
-
-def _in_process(config: EngineConfig, kv_cache: KVCacheConfig) -> Executor:
-    modes: dict[str, Any] = {"logprobs_mode": config.logprobs_mode, "lora": config.lora, "draft": config.draft}
-    return Worker(config.model, kv_cache, config.parallel, **modes)
+    def close(self) -> None:
+        """Does nothing."""
 
 
-EXECUTORS: dict[str, Callable[[EngineConfig, KVCacheConfig], Executor]] = {"in_process": _in_process}
+EXECUTORS: dict[str, Callable[[EngineConfig, KVCacheConfig], Executor]] = {
+    "in_process": make_worker,
+    "ranks": RanksExecutor,
+}
 """by the name that ParallelConfig.executor gives"""
 
 
 def make_executor(config: EngineConfig, kv_cache: KVCacheConfig) -> Executor:
     """The executor that the configuration names, with the model loaded. Raises ConfigError for an unknown name, or what
     loading raises."""
-    name = config.parallel.executor
+    name = config.parallel.executor_name
     if name not in EXECUTORS:
         raise ConfigError(f"executor={name!r} is unknown: allowed are {', '.join(EXECUTORS)}")
     return EXECUTORS[name](config, kv_cache)

@@ -79,12 +79,14 @@ class HeadRunner(DraftRunner):
         self._of_itself = passes([given.rows], lambda states: states[0])
         """Passes that read what the head gave in the pass before."""
         super().__init__(self._of_model, vocab_sizes=(vocab_size, vocab_size), max_len=max_len, backend=backend)
+        self._is_first = True
+        """Whether the next pass is the first of the step."""
         self._targets = None if targets is None else np.array(targets)
         self._spread_rows = np.zeros((0, vocab_size), np.float32)
 
     def run(self, sequences: Sequence[ScheduledSequence], result: StepResult) -> StepResult:
         """As DraftRunner."""
-        self._passes = self._of_model
+        self._is_first = True
         return super().run(sequences, result)
 
     def _to_read(self, s: ScheduledSequence, ahead: Ahead, drawn_ids: tuple[int, ...]) -> ScheduledSequence:
@@ -99,14 +101,18 @@ class HeadRunner(DraftRunner):
         return ScheduledSequence(s.seq_id, token_ids[1:], s.start, s.block_tables, drawn)
 
     def _logits(self, readings: Sequence[Reading]) -> Tensor | None:
-        self._point_at([row for r in readings for row in range(r.row, r.row + len(r.sequence.token_ids))])
-        logits = super()._logits(readings)
-        self._passes = self._of_itself
+        rows = [row for r in readings for row in range(r.row, r.row + len(r.sequence.token_ids))]
+        logits = self._logits_of([reading.sequence for reading in readings], rows, is_first=self._is_first)
+        self._is_first = False
         return logits if logits is None or self._targets is None else self._spread(logits)
 
-    def _point_at(self, rows: list[int]) -> None:
-        """Which rows of the hidden states the next pass reads."""
+    def _logits_of(
+        self, sequences: Sequence[ScheduledSequence], rows: Sequence[int], *, is_first: bool
+    ) -> Tensor | None:
+        """As DraftRunner, of a pass that reads these rows of hidden states."""
+        self._passes = self._of_model if is_first else self._of_itself
         self._rows[: len(rows)] = rows
+        return super()._logits_of(sequences, rows, is_first=is_first)
 
     def _spread(self, logits: Tensor) -> Tensor:
         """[num_rows, tokens of the head] -> [num_rows, vocab]: tokens that the head does not have cannot be drawn."""

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from quire import kernels
 from quire.common.errors import ConfigError, OutOfMemoryError
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.cache import CacheConfig
@@ -14,12 +15,14 @@ from quire.config.checkpoint.safetensors import SINGLE_FILE
 from quire.config.kv_cache import DTYPE_BYTES, MAX_BLOCKS_PER_SEQ, KVCacheConfig, KVCacheSpec, NoCacheSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.machine import DiskSpeed, MachineMemory, disk_speed, format_bytes, machine_memory
+from quire.config.parallel import Shard
 from quire.config.quantization import QUANT_METHOD
 from quire.models.activations import activation_bytes
 from quire.models.adapters.slots import adapter_reserve
 from quire.models.base import Model
 from quire.models.registry import class_of
 from quire.models.weights.usage import WeightUse, weight_use
+from quire.runner.parallel.placing import check_ranks
 from quire.runner.sampling.sampler import MAX_LOGITS_ROWS
 from quire.text.tokenizer.tokenizer import Tokenizer
 
@@ -60,6 +63,16 @@ class MemoryPlan:
     """Kept for LoRA adapters."""
     in_file: FileWeights | None = None
     """The weights that stay in the file. None: all are in memory."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute each step together. All sizes are those of all of them."""
+        return self.config.parallel.tensor_parallel_size
+
+    @property
+    def rank_bytes(self) -> int:
+        """What one rank needs at most."""
+        return -(-self.total_bytes // self.num_ranks)
 
     @property
     def resident_weight_bytes(self) -> int:
@@ -112,6 +125,8 @@ class MemoryPlan:
             "kv_cache_tokens": self.kv_cache.max_tokens if self.kv_cache.is_length_bounded else None,
             "max_model_len": self.max_model_len,
             "max_concurrency": round(self.max_concurrency, 2),
+            "tensor_parallel_size": self.num_ranks,
+            "rank_bytes": self.rank_bytes,
         }
 
     def __str__(self) -> str:
@@ -144,6 +159,11 @@ class MemoryPlan:
                 "swap space": f"{format_bytes(cache.host_bytes)} = {cache.num_host_blocks} blocks",
                 "context": context,
             }
+        if self.num_ranks > 1:
+            rows["ranks"] = (
+                f"{self.num_ranks} processes, in which all this is counted; each needs about "
+                f"{format_bytes(self.rank_bytes)}"
+            )
         return "\n".join(f"{name:<12}{text}" for name, text in rows.items())
 
     def _file_rows(self) -> dict[str, str]:
@@ -186,6 +206,7 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     Raises ConfigError, CheckpointError, or OutOfMemoryError where no block, or not the max_model_len asked for, fits.
     """
     config = args.resolve()
+    check_ranks(config)
     _check_same_tokens(config)
     weights = _weight_use(config)
     try:
@@ -218,11 +239,17 @@ def _check_same_tokens(config: EngineConfig) -> None:
 
 
 def _weight_use(config: EngineConfig) -> WeightUse:
-    """Of the model, and of the draft model if there is one."""
-    use = weight_use(config.model)
-    if config.draft is None:
-        return use
-    return dataclasses.replace(use, num_bytes=use.num_bytes + weight_use(config.draft).num_bytes)
+    """Of the model, and of the draft model if there is one, in all ranks."""
+    ranks = _first_rank(config)
+    use = weight_use(config.model, ranks)
+    num_bytes = use.num_bytes + (0 if config.draft is None else weight_use(config.draft, ranks).num_bytes)
+    return dataclasses.replace(use, num_bytes=num_bytes * config.parallel.tensor_parallel_size)
+
+
+def _first_rank(config: EngineConfig) -> kernels.Ranks | None:
+    """The rank that has most; None if there is only one process."""
+    num_ranks = config.parallel.tensor_parallel_size
+    return None if num_ranks == 1 else kernels.Ranks(Shard(0, num_ranks))
 
 
 def _share_out(args: EngineArgs, config: EngineConfig, weights: WeightUse) -> MemoryPlan:
@@ -230,11 +257,13 @@ def _share_out(args: EngineArgs, config: EngineConfig, weights: WeightUse) -> Me
     model = class_of(config.model)
     config = _with_whole_sequences(config, model.kv_cache_specs(config.model))
     machine = machine_memory().limited(config.cache.memory_limit_bytes)
-    adapters = 0 if config.lora is None else adapter_reserve(config.model, config.lora)
+    num_ranks = config.parallel.tensor_parallel_size
+    adapters = 0 if config.lora is None else adapter_reserve(config.model, config.lora, _first_rank(config))
     activations = _activation_bytes(model, config)
     if config.draft is not None:
         of_draft = dataclasses.replace(config, model=config.draft, lora=None)
         activations += _activation_bytes(class_of(config.draft), of_draft) + _state_bytes(config, config.draft.head)
+    adapters, activations = adapters * num_ranks, activations * num_ranks
     least_tokens = 0 if args.fits_model_len else config.model.max_model_len
     share = 1.0 if weights.file_bytes == 0 else _CACHE_SHARE_BESIDE_FILES
     others = weights.num_bytes - weights.file_bytes + adapters + activations
@@ -268,7 +297,7 @@ def _with_whole_sequences(config: EngineConfig, specs: list[KVCacheSpec]) -> Eng
 def _activation_bytes(model: type[Model], config: EngineConfig) -> int:
     """The peak of a step: a forward pass of all tokens, and of a model that generates float32 logits for all sequences
     and for a chunk of those whose log-probabilities are wanted."""
-    forward = activation_bytes(config.model, config.scheduler.max_num_batched_tokens, config.lora)
+    forward = activation_bytes(config.model, config.scheduler.max_num_batched_tokens, config.lora, _first_rank(config))
     if config.model.runner == "pooling":
         return forward
     # One for each sample, also where one token of a prompt has several, and for each draft.
@@ -300,7 +329,7 @@ def _kv_cache(
             f"not fit into {where} {format_bytes(machine.limit_bytes)}: lower it, or take a smaller model"
         )
     layout: dict[str, Any] = {"host_bytes": cache.swap_bytes, "max_chunk": config.scheduler.max_num_batched_tokens}
-    layout["draft_specs"] = _draft_specs(config)
+    layout |= {"draft_specs": _draft_specs(config), "num_ranks": config.parallel.tensor_parallel_size}
     if cache.num_blocks_override is not None:
         result = kv_cache_config(specs, cache.block_size, num_blocks=cache.num_blocks_override, **layout)
     else:
@@ -342,5 +371,6 @@ def _bytes_of_sequences(model: type[Model], config: EngineConfig, num_seqs: int,
     """Bytes for sequences of this number of tokens. More than max_num_seqs of max_model_len could never be filled."""
     specs = _kv_cache_specs(model, config)
     drafts = _draft_specs(config)
-    cache = kv_cache_config(specs, config.cache.block_size, num_blocks=MAX_BLOCKS_PER_SEQ, draft_specs=drafts)
+    layout: dict[str, Any] = {"draft_specs": drafts, "num_ranks": config.parallel.tensor_parallel_size}
+    cache = kv_cache_config(specs, config.cache.block_size, num_blocks=MAX_BLOCKS_PER_SEQ, **layout)
     return num_seqs * cache.blocks_to_hold(num_tokens) * cache.block_bytes

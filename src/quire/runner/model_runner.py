@@ -17,7 +17,7 @@ from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerC
 from quire.runner.decode_graphs import DecodeGraphs
 from quire.runner.pooling import PooledReader
 from quire.runner.row_layout import RowLayout, row_layout
-from quire.runner.sampling.sampler import Sampler, score
+from quire.runner.sampling.sampler import IdleSampler, Sampler
 from quire.runner.text_graphs import TextGraphs
 
 
@@ -33,16 +33,18 @@ class ModelRunner:
         logprobs_mode: LogprobsMode = "raw_logprobs",
         adapters: AdapterSlots | None = None,
         backend: kernels.Backend | None = None,
+        *,
+        draws: bool = True,
     ) -> None:
         """`adapters` are those of the model, whose slots sequences may name; `backend` is that of `kv`, and must be
-        given if no layer has a cache."""
+        given if no layer has a cache. Without `draws` logits are computed, and nothing is made of them."""
         self.model = model
         self._adapters = adapters
         self.kv = kv
         self.block_size = block_size
         backend = backend or kernels.backend_of(kv[0].memory)
         self._workspace = backend.workspace()
-        self._sampler = Sampler(backend, logprobs_mode)
+        self._sampler = Sampler(backend, logprobs_mode) if draws else IdleSampler()
         self._graphs: DecodeGraphs | None = None
         self._texts: TextGraphs | None = None
         self._read: LogitsReader | PooledReader
@@ -86,7 +88,7 @@ class ModelRunner:
 class LogitsReader:
     """Reads the rows from whose logits tokens are drawn, or known tokens scored."""
 
-    def __init__(self, model: CausalLM, sampler: Sampler) -> None:
+    def __init__(self, model: CausalLM, sampler: Sampler | IdleSampler) -> None:
         self._model = model
         self._sampler = sampler
 
@@ -98,7 +100,7 @@ class LogitsReader:
             # cores.
             return self._model.compute_logits(kernels.embedding(rows, hidden))
 
-        scored = score(sequences, tensors.query_start.tolist(), compute_logits)
+        scored = self._sampler.score(sequences, tensors.query_start.tolist(), compute_logits)
         drawn = StepResult(())
         if len(tensors.logit_rows):
             drawn = self._sampler.sample(compute_logits(tensors.logit_rows), sequences)

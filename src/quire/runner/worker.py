@@ -1,12 +1,14 @@
 """One process's share of the engine: its threads, weights, cache memory and runner."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from quire import kernels
-from quire.common.batch import Batch, StepResult
+from quire.common.batch import Batch, ScheduledSequence, StepResult
 from quire.common.errors import CheckpointError, ConfigError
 from quire.common.faults import fault_point
 from quire.common.params import LogprobsMode, PoolerInfo
+from quire.config.args import EngineConfig
 from quire.config.checkpoint.draft_heads import HeadConfig
 from quire.config.kv_cache import KVCacheConfig
 from quire.config.lora import LoRAConfig
@@ -19,7 +21,7 @@ from quire.models.decoder.model import Decoder
 from quire.models.heads.head import DraftHead
 from quire.models.weights.loader import load_model, load_servable
 from quire.runner.cache_engine import CacheEngine
-from quire.runner.draft_runner import DraftRunner, Passes
+from quire.runner.draft_runner import Announce, DraftRunner, Passes
 from quire.runner.head_runner import HeadRunner
 from quire.runner.model_runner import ModelRunner
 from quire.runner.pooling import pooler_info
@@ -36,14 +38,16 @@ class Worker:
         logprobs_mode: LogprobsMode = "raw_logprobs",
         lora: LoRAConfig | None = None,
         draft: ModelConfig | None = None,
+        ranks: kernels.Ranks | None = None,
     ) -> None:
-        """Without `lora`, no adapters can be loaded. `draft` is a model that drafts for the other."""
+        """Without `lora`, no adapters can be loaded. `draft` is a model that drafts for the other. With `ranks`, this
+        is one of several processes that compute each step together: `kv_cache` is its part, and rank 0 alone draws."""
         backend = kernels.backend_for("cpu")
         self._threads = backend.threads(parallel.num_threads, parallel.cpus)
         self.cache_engine = CacheEngine(kv_cache, backend)
         with self._threads:
-            loaded = load_servable(model)
-        self._model = loaded
+            loaded = load_servable(model, ranks)
+        self._model, self._ranks = loaded, ranks
         self._adapters = None if lora is None else AdapterSlots(loaded, lora)
         self.pooler: PoolerInfo | None = None
         """What the model can make of texts; None if it generates."""
@@ -58,6 +62,7 @@ class Worker:
             logprobs_mode,
             self._adapters,
             backend,
+            draws=ranks is None or ranks.shard.rank == 0,
         )
         self._drafts = None if draft is None else self._draft_runner(model, draft, backend)
 
@@ -66,7 +71,7 @@ class Worker:
         if draft.head is not None:
             return self._head_runner(model, draft, draft.head, backend)
         with self._threads:
-            loaded = load_servable(draft)
+            loaded = load_servable(draft, self._ranks)
         assert isinstance(loaded, CausalLM)
         layers, block_size = cache.draft_layers, cache.config.block_size
         return DraftRunner(
@@ -82,7 +87,7 @@ class Worker:
         """From here on the model keeps the hidden states that the head reads."""
         cache, drafted = self.cache_engine, self._model
         with self._threads:
-            head = load_model(draft)
+            head = load_model(draft, self._ranks)
         assert isinstance(head, DraftHead)
         assert isinstance(drafted, Decoder)
         head.share(drafted)
@@ -106,6 +111,24 @@ class Worker:
             result = self.runner.run(batch)
             return result if self._drafts is None else self._drafts.run(batch.sequences, result)
 
+    def follow(self, batch: Batch) -> None:
+        """As `execute`, in a rank that draws no tokens."""
+        with self._threads:
+            self.cache_engine.transfer(batch.transfers)
+            self.cache_engine.copy_slots(batch.copies)
+            self.runner.run(batch)
+
+    def lead_drafts(self, announce: Announce) -> None:
+        """From now on `announce` is called before each pass of what drafts, so that other ranks can follow it."""
+        if self._drafts is not None:
+            self._drafts.announce = announce
+
+    def follow_draft(self, sequences: Sequence[ScheduledSequence], rows: Sequence[int], *, is_first: bool) -> None:
+        """Run a pass of what drafts, as rank 0 announced it."""
+        assert self._drafts is not None
+        with self._threads:
+            self._drafts.follow(sequences, rows, is_first=is_first)
+
     def load_adapter(self, slot: int, folder: Path, digest: str | None = None) -> None:
         """Read the adapter in `folder` and put it into a slot; as it was if this raises."""
         adapters = self._slots()
@@ -119,7 +142,15 @@ class Worker:
         """Free a slot and its memory."""
         self._slots().unload(slot)
 
+    def close(self) -> None:
+        """Does nothing: all is in this process."""
+
     def _slots(self) -> AdapterSlots:
         if self._adapters is None:
             raise ConfigError("this engine was made without adapters: set enable_lora")
         return self._adapters
+
+
+def make_worker(config: EngineConfig, kv_cache: KVCacheConfig, ranks: kernels.Ranks | None = None) -> Worker:
+    """The worker of an engine, or one of its ranks, with the model loaded. Raises what loading raises."""
+    return Worker(config.model, kv_cache, config.parallel, config.logprobs_mode, config.lora, config.draft, ranks)

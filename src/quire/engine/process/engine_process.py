@@ -386,6 +386,7 @@ def main(descriptor: int) -> None:
     engine.grammars.prepare()
     gc.collect()
     gc.freeze()  # these objects live as long as the engine; examining them would delay a step by a tenth of a second
+    liveness.on_loss = lambda: inbox.put(None)  # a rank has ended while there may be nothing to do
     EngineProcess(engine, inbox, send, pulse=pulse).run()
 
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
-from pathlib import Path
 
 from quire.common.errors import ConfigError
 from quire.config.args import EngineArgs
-from quire.config.machine import cpu_quota, format_bytes, machine_memory, parse_bytes
+from quire.config.machine import cpu_quota, format_bytes, machine_memory, neighbours_first, parse_bytes
 from quire.config.parallel import parse_cpu_list
-
-_CPUS = Path("/sys/devices/system/cpu")
 
 
 def replica_args(args: EngineArgs) -> list[EngineArgs]:
@@ -29,15 +25,17 @@ def replica_args(args: EngineArgs) -> list[EngineArgs]:
     quota = cpu_quota()
     cpus = neighbours_first(os.sched_getaffinity(0) if args.cpu_list is None else parse_cpu_list(args.cpu_list))
     most = len(cpus) if quota is None or args.cpu_list is not None else min(len(cpus), max(1, int(quota)))
-    num_threads = args.num_threads or most // number
+    num_ranks = args.tensor_parallel_size
+    num_threads = num_ranks * (args.num_threads or most // (number * num_ranks))
     if num_threads * number > most or num_threads < 1:
+        num_threads = max(num_threads, num_ranks)
         raise ConfigError(
-            f"data_parallel_size={number} engines of {max(1, num_threads)} threads need {number * max(1, num_threads)} "
+            f"data_parallel_size={number} engines of {num_threads} threads need {number * num_threads} "
             f"CPUs, and {most} are available: lower data_parallel_size or num_threads"
         )
     parts = [cpus[start : start + num_threads] for start in range(0, number * num_threads, num_threads)]
     if quota is not None and quota < len(cpus):  # pinned threads would wait for CPUs that others use
-        return [dataclasses.replace(engine, num_threads=num_threads, cpu_list=None) for engine in engines]
+        return [dataclasses.replace(engine, num_threads=num_threads // num_ranks, cpu_list=None) for engine in engines]
     return [
         dataclasses.replace(engine, num_threads=None, cpu_list=",".join(map(str, part)))
         for engine, part in zip(engines, parts, strict=True)
@@ -62,21 +60,3 @@ def _memory_limit(args: EngineArgs) -> int:
     if limit < args.data_parallel_size:
         raise ConfigError(f"memory_limit={format_bytes(limit)}: too little for {args.data_parallel_size} engines")
     return limit
-
-
-def neighbours_first(cpus: set[int] | tuple[int, ...]) -> list[int]:
-    """Return CPUs in an order in which those of a memory node, and of a core, lie together."""
-    return sorted(cpus, key=lambda cpu: (_node(cpu), _number(_CPUS / f"cpu{cpu}/topology/core_id"), cpu))
-
-
-def _node(cpu: int) -> int:
-    """The memory node of a CPU; 0 if it is unknown."""
-    found = [re.fullmatch(r"node([0-9]+)", path.name) for path in (_CPUS / f"cpu{cpu}").glob("node*")]
-    return next((int(match[1]) for match in found if match), 0)
-
-
-def _number(path: Path) -> int:
-    try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return 0

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quire import kernels
+from quire.config.parallel import Range
 from quire.models.base import Model
 from quire.models.layers.linear import Linear
 from quire.models.weights.quantization import matrices
@@ -64,10 +65,14 @@ def pack(
     if not any(modules):
         return None
     factors = [
-        None if module is None else (module.a, part.reordered(module.b.float() * module.scale))
-        for module, part in zip(modules, layer.parts, strict=True)
+        None if module is None else (module.a, _rows(part.reordered(module.b.float() * module.scale), kept))
+        for module, part, kept in zip(modules, layer.parts, layer.kept_of_parts(), strict=True)
     ]
-    return kernels.pack_lora(factors, [part.size[0] for part in layer.parts], layer.shape[1], layer.dtype, memory)
+    return kernels.pack_lora(factors, layer.part_sizes, layer.shape[1], layer.dtype, memory)
+
+
+def _rows(tensor: Tensor, ranges: Sequence[Range]) -> Tensor:
+    return torch.cat([tensor[start:end] for start, end in ranges]) if ranges else tensor[:0]
 
 
 def adapter_bytes(model: Model, ranks: Mapping[str, int]) -> int:

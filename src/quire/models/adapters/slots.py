@@ -27,9 +27,8 @@ class AdapterSlots:
         self._loaded: set[int] = set()
         self._tables: list[tuple[kernels.LoRATable, Linear, list[str]]] = []
         for layer, names in projections(model):
-            sizes = tuple(part.size[0] for part in layer.parts)
             layer.adapters = kernels.LoRATable(
-                sizes, layer.shape[1], layer.dtype, config.max_loras, config.max_lora_rank
+                layer.part_sizes, layer.shape[1], layer.dtype, config.max_loras, config.max_lora_rank
             )
             self._tables.append((layer.adapters, layer, names))
 
@@ -75,10 +74,10 @@ class AdapterSlots:
                 raise CheckpointError(f"the adapter in slot {slot} is asked for, but none is loaded there")
 
 
-def adapter_reserve(model: ModelConfig, config: LoRAConfig) -> int:
-    """Bytes that the memory plan keeps for adapters. Reads headers, no weights."""
+def adapter_reserve(model: ModelConfig, config: LoRAConfig, ranks: kernels.Ranks | None = None) -> int:
+    """Bytes that the memory plan keeps for adapters, in one rank of `ranks`. Reads headers, no weights."""
     if config.max_bytes is not None:
         return config.max_bytes
-    empty = build_model(dataclasses.replace(model, max_model_len=1), open_weights(model))
-    ranks = {name: config.max_lora_rank for _, names in projections(empty) for name in names}
-    return config.max_loras * adapter_bytes(empty, ranks)
+    empty = build_model(dataclasses.replace(model, max_model_len=1), open_weights(model), ranks)
+    largest = {name: config.max_lora_rank for _, names in projections(empty) for name in names}
+    return config.max_loras * adapter_bytes(empty, largest)

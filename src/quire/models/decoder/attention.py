@@ -1,13 +1,16 @@
 """A layer's attention: projections, norms and rotation of heads, and the paged attention of the layer library."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from quire import kernels
 from quire.common.errors import UnsupportedModelError
+from quire.config.parallel import Range
 from quire.kernels import AttentionVariant, EncoderVariant
 from quire.models.decoder.shapes import AttentionShape, HeadNormShape, QKVLayout, Span
 from quire.models.layers.attention import Attention, EncoderAttention, SinkAttention
@@ -20,6 +23,14 @@ from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 HeadStep = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """From query, key, value [num_tokens, num_heads, head_dim] and positions [num_tokens] to query and key. It may write to
 all that it gets."""
+
+
+class Heads(Protocol):
+    """From heads side by side and positions to queries, keys and values."""
+
+    num_heads: tuple[int, int, int]
+
+    def __call__(self, heads: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class SelfAttention(nn.Module):
@@ -50,8 +61,8 @@ class SelfAttention(nn.Module):
             dtype=dtype,
             is_transposed=is_transposed,
         )
-        self.attn = _attention(shape)
-        self._heads = self._make_heads(shape, num_heads, rotary)
+        self.shape, self.attn = shape, _attention(shape)
+        self._heads: Heads = self._make_heads(shape, num_heads, rotary)
 
     def _make_heads(
         self, shape: AttentionShape, num_heads: tuple[int, int, int], rotary: RotaryEmbedding | None
@@ -74,6 +85,25 @@ class SelfAttention(nn.Module):
         out: Tensor = self.o_proj(self.attn(query, key, value, batch, kv).flatten(1), batch)
         return out
 
+    @property
+    def mixes_heads(self) -> bool:
+        """Whether norms read several heads of a token, or have weights for each."""
+        norm = self.shape.head_norm
+        return norm is not None and not (norm.span is Span.HEAD and norm.norm.is_rms)
+
+    def keep_heads(self, queries: Range, keys: Range) -> None:
+        """Attend with these heads alone, before weights are loaded: those of `qkv_proj`, or of all where it gives all.
+        Projections are the caller's."""
+        counts = tuple(end - start for start, end in (queries, keys, keys))
+        if self.mixes_heads:
+            self._heads = OwnHeads(self._heads, queries, keys)
+        else:
+            self._heads.num_heads = counts[0], counts[1], counts[2]
+        if self.attn.variant.slopes is not None:
+            self.attn.variant = replace(self.attn.variant, slopes=self.attn.variant.slopes[slice(*queries)].clone())
+        if isinstance(self.attn, SinkAttention):
+            self.attn.kept = queries
+
     def _norm_pair(self, query: Tensor, key: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
         return self.q_norm(query), self.k_norm(key)
 
@@ -93,13 +123,13 @@ class RotatedHeads:
     side."""
 
     def __init__(self, num_heads: tuple[int, int, int], rotary: RotaryEmbedding) -> None:
-        self._num_heads = num_heads
+        self.num_heads = num_heads
         self._rotary = rotary
 
     def __call__(self, heads: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """heads [num_tokens, all heads, head_dim] -> query, key, value [num_tokens, their heads, head_dim]."""
-        self._rotary(positions, heads[:, : -self._num_heads[2]])
-        query, key, value = heads.split_with_sizes(self._num_heads, dim=1)
+        self._rotary(positions, heads[:, : -self.num_heads[2]])
+        query, key, value = heads.split_with_sizes(self.num_heads, dim=1)
         return query, key, value
 
 
@@ -107,15 +137,28 @@ class SteppedHeads:
     """Splits heads into queries, keys and values, and takes them through steps."""
 
     def __init__(self, num_heads: tuple[int, int, int], steps: tuple[HeadStep, ...]) -> None:
-        self._num_heads = num_heads
+        self.num_heads = num_heads
         self._steps = steps
 
     def __call__(self, heads: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """heads [num_tokens, all heads, head_dim] -> query, key, value [num_tokens, their heads, head_dim]."""
-        query, key, value = heads.split_with_sizes(self._num_heads, dim=1)
+        query, key, value = heads.split_with_sizes(self.num_heads, dim=1)
         for step in self._steps:
             query, key = step(query, key, value, positions)
         return query, key, value
+
+
+class OwnHeads:
+    """Some of the heads that are made of all."""
+
+    def __init__(self, all_heads: "Heads", queries: Range, keys: Range) -> None:
+        self._all_heads, self._queries, self._keys = all_heads, slice(*queries), slice(*keys)
+        self.num_heads = all_heads.num_heads
+
+    def __call__(self, heads: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """heads [num_tokens, all heads, head_dim] -> query, key, value [num_tokens, own heads, head_dim]."""
+        query, key, value = self._all_heads(heads, positions)
+        return query[:, self._queries], key[:, self._keys], value[:, self._keys]
 
 
 class ProjectionNorm(RMSNorm):

@@ -32,14 +32,13 @@ class HeadProjections(Projection):
     def __init__(self, shape: LatentAttentionShape, dtype: torch.dtype) -> None:
         sizes = self._sizes = (shape.plain_dim, shape.value_dim)
         super().__init__(shape.rank, shape.num_heads * sum(sizes), bias=False, dtype=dtype)
-        self._num_heads = shape.num_heads
         self.absorbs_queries: kernels.HeadWeights
         self.gives_values: kernels.HeadWeights
 
     def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        packed = self.format.matrix(tensors, self.shape, self.dtype)
+        packed = self.matrix_of(tensors)
         assert isinstance(packed, kernels.PackedWeight)
-        rows = kernels.unpack_weight(packed).view(self._num_heads, -1, self.shape[1])  # [num_heads, both, rank]
+        rows = kernels.unpack_weight(packed).view(-1, sum(self._sizes), self.shape[1])  # [num_heads, both, rank]
         keys, values = rows.split_with_sizes(self._sizes, dim=1)
         self.absorbs_queries = kernels.pack_heads(keys.transpose(1, 2).contiguous())  # [num_heads, rank, plain_dim]
         self.gives_values = kernels.pack_heads(values)  # [num_heads, value_dim, rank]

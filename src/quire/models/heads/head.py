@@ -148,7 +148,8 @@ class FusedHead(DraftHead):
         return made
 
     def combine(self, states: Sequence[Tensor]) -> Tensor:
-        return kernels.matmul(reduce(beside, states), self.fc.weight, self.fc.bias)
+        fused = kernels.matmul(reduce(beside, states), self.fc.weight, self.fc.bias)
+        return fused if self.fc.gather_out is None else self.fc.gather_out(fused)
 
     def _enter(self, batch: BatchTensors) -> tuple[Tensor | None, Tensor]:
         assert batch.embeddings is not None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.config.parallel import Range
 from quire.kernels.variants import PLAIN, AttentionVariant, DistanceTerms, EncoderVariant
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
@@ -81,9 +82,11 @@ class SinkAttention(Attention, WeightedLayer):
     def __init__(self, scale: float, variant: AttentionVariant, num_heads: int) -> None:
         super().__init__(scale, variant)
         self.num_heads = num_heads
+        self.kept: Range | None = None
+        """The heads that this rank has. None: all."""
 
     def weight_specs(self) -> Mapping[str, WeightSpec]:
-        return {"sinks": WeightSpec((Part((self.num_heads,)),), torch.float32)}
+        return {"sinks": WeightSpec((Part((self.num_heads,), self.kept),), torch.float32)}
 
     def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
         self.variant = replace(self.variant, sinks=tensors["sinks"].clone())  # [num_heads]

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.models.layers.weight_format import Packed, WeightFormat
+from quire.config.parallel import Range
+from quire.models.layers.weight_format import Packed, WeightFormat, matrix_of_ranges, specs_of_ranges
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 
 
@@ -28,9 +29,15 @@ class Embedding(WeightedLayer):
         self.packed = packed
         self.format: WeightFormat = Packed()
         self.first_row = first_row
+        self.kept: Range | None = None
+        """The rows of a packed table that this rank has. None: all."""
+        self.shared: kernels.SharedTable | None = None
+        """Looks up rows where the ranks have divided them."""
 
     def weight_specs(self) -> Mapping[str, WeightSpec]:
         parts = (Part(self.shape),)
+        if self.packed and self.kept is not None:
+            return specs_of_ranges(self.format, parts, (self.kept,), self.dtype)
         if self.packed:
             return self.format.specs(parts, self.dtype)
         return {"weight": WeightSpec(parts, self.dtype, kept=True)}
@@ -39,13 +46,19 @@ class Embedding(WeightedLayer):
         if not self.packed:
             self.table = tensors["weight"][self.first_row :]
             return
-        table = self.format.matrix(tensors, self.shape, self.dtype)
+        if self.kept is None:
+            table = self.format.matrix(tensors, self.shape, self.dtype)
+        else:
+            table = matrix_of_ranges(self.format, tensors, self.shape, (self.kept,), self.dtype)
         assert not isinstance(table, kernels.StackedWeight)  # it is one tensor
         self.table = table
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [num_tokens] -> [num_tokens, width]."""
-        return kernels.embedding(ids, self.table)
+        if self.shared is None:
+            return kernels.embedding(ids, self.table)
+        assert not isinstance(self.table, Tensor)
+        return self.shared(ids, self.table)
 
 
 class ScaledEmbedding(Embedding):
@@ -75,9 +88,12 @@ class TiedLmHead(nn.Module):
     def __init__(self, embedding: Embedding) -> None:
         super().__init__()
         self.embedding = embedding
+        self.gather_out: kernels.Gather | None = None
+        """As of LmHead."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_rows, hidden] -> logits [num_rows, vocab] float32."""
         table = self.embedding.table
         assert not isinstance(table, Tensor)
-        return kernels.matmul(x, table, None, torch.float32)
+        out = kernels.matmul(x, table, None, torch.float32)
+        return out if self.gather_out is None else self.gather_out(out)

@@ -97,6 +97,9 @@ class ExpertProducts(nn.Module):
     ) -> None:
         super().__init__()
         self.activation, self.top_k = activation, top_k
+        self.gather_width: kernels.Gather | None = None
+        self.gather_out: kernels.Gather | None = None
+        """Where each rank has columns of every expert: what put the width together, and the sums over experts."""
         self.experts = nn.ModuleList(Expert(width, hidden_size, dtype, bias=bias) for _ in range(num_experts))
 
     def products(self, x: Tensor, ids: Tensor) -> tuple[Tensor, kernels.ExpertRows]:
@@ -108,6 +111,7 @@ class ExpertProducts(nn.Module):
         wide = kernels.expert_matmul(x, self._gate_up, rows, of_tokens=True)  # [num_tokens * top_k, 2 * width]
         narrow = kernels.gated_activation(wide, self.activation)
         del wide  # its memory is free for what follows
+        narrow = narrow if self.gather_width is None else self.gather_width(narrow)
         return kernels.expert_matmul(narrow, self._down, rows, of_tokens=False), rows
 
     @cached_property
@@ -148,7 +152,8 @@ class Experts(ExpertProducts):
         y, rows = self.products(x, ids)  # [num_tokens * top_k, hidden]
         shared = None if self.shared_experts is None else self.shared_experts(x, batch)
         gate = None if self.shared_expert_gate is None else self.shared_expert_gate(x)
-        return kernels.combine_experts(y, weights, rows, shared, gate)
+        out = kernels.combine_experts(y, weights, rows, shared, gate)
+        return out if self.gather_out is None else self.gather_out(out)
 
 
 def _in_file(expert: Expert) -> list[kernels.QuantizedWeight]:

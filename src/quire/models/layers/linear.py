@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from quire import kernels
+from quire.config.parallel import Range
 from quire.models.layers.batch_tensors import BatchTensors
-from quire.models.layers.weight_format import Packed, WeightFormat
+from quire.models.layers.weight_format import Packed, WeightFormat, matrix_of_ranges, ranges_of, specs_of_ranges
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 
 
 class Projection(WeightedLayer):
-    """A matrix [n, k] and a bias. A pass may replace `format` and narrow `parts` before the weights are loaded."""
+    """A matrix [n, k] and a bias. A pass may replace `format`, and set `kept`, before the weights are loaded."""
 
     weight: kernels.Matrix
     is_quantizable: ClassVar[bool] = True
@@ -38,21 +39,52 @@ class Projection(WeightedLayer):
         self.format: WeightFormat = Packed()
         self.has_bias = bias
         self.bias: Tensor | None = None
+        self.kept: tuple[Range, ...] | None = None
+        """The ranges of rows, of all parts stacked, that this rank has. None: all."""
+
+    @property
+    def whole_shape(self) -> tuple[int, int]:
+        """The rows and columns of the matrix that all ranks have together."""
+        return sum(part.size[0] for part in self.parts), self.parts[0].size[1]
 
     @property
     def shape(self) -> tuple[int, int]:
         """The rows n and columns k of the matrix."""
-        return sum(part.size[0] for part in self.parts), self.parts[0].size[1]
+        n, k = self.whole_shape
+        return n if self.kept is None else sum(end - start for start, end in self.kept), k
+
+    def kept_of_parts(self) -> list[list[Range]]:
+        """For each part, the ranges of its rows that this rank has."""
+        own, modules = ranges_of(self.parts, self.kept or ((0, self.whole_shape[0]),))
+        return [
+            [part.rows for part, of in zip(own, modules, strict=True) if of == module and part.rows is not None]
+            for module in range(len(self.parts))
+        ]
+
+    @property
+    def part_sizes(self) -> tuple[int, ...]:
+        """The rows of each part that this rank has."""
+        return tuple(sum(end - start for start, end in ranges) for ranges in self.kept_of_parts())
 
     def weight_specs(self) -> Mapping[str, WeightSpec]:
-        specs = self.format.specs(self.parts, self.dtype)
+        if self.kept is None:
+            specs = self.format.specs(self.parts, self.dtype)
+        else:
+            specs = specs_of_ranges(self.format, self.parts, self.kept, self.dtype)
         if not self.has_bias:
             return specs
-        parts = tuple(Part(part.arranged_shape[:1], part.rows, blocks=part.blocks) for part in self.parts)
-        return {**specs, "bias": WeightSpec(parts, torch.float32)}
+        own, modules = (self.parts, None) if self.kept is None else ranges_of(self.parts, self.kept)
+        parts = tuple(Part(part.arranged_shape[:1], part.rows, blocks=part.blocks) for part in own)
+        return {**specs, "bias": WeightSpec(parts, torch.float32, modules=modules)}
+
+    def matrix_of(self, tensors: Mapping[str, Tensor]) -> kernels.Matrix:
+        """The matrix of `shape`, from the tensors of `weight_specs`."""
+        if self.kept is None:
+            return self.format.matrix(tensors, self.shape, self.dtype)
+        return matrix_of_ranges(self.format, tensors, self.whole_shape, self.kept, self.dtype)
 
     def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        self.weight = self.format.matrix(tensors, self.shape, self.dtype)
+        self.weight = self.matrix_of(tensors)
         if self.has_bias:
             self.bias = tensors["bias"].clone()  # [n]
 
@@ -60,15 +92,23 @@ class Projection(WeightedLayer):
 class Linear(Projection):
     """`x @ weight.T + bias`. Several `out_features` make one matrix of projections that a checkpoint keeps apart.
 
-    A pass may set `adapters`: then the rows that name an adapter in the batch have what it adds.
+    A pass may set `adapters`: then the rows that name an adapter in the batch have what it adds. Another one may set
+    `gather_in` and `gather_out`, which put together what each rank has of x and of the result.
     """
 
     adapters: kernels.LoRATable | None = None
     takes_adapters = True
     """Whether adapters may have factors for it."""
+    gather_in: kernels.Gather | None = None
+    gather_out: kernels.Gather | None = None
 
     def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
         """x [num_tokens, in_features] -> [num_tokens, sum(out_features)]; row i is of the batch's token i."""
+        out = self.product(x if self.gather_in is None else self.gather_in(x), batch)
+        return out if self.gather_out is None else self.gather_out(out)
+
+    def product(self, x: Tensor, batch: BatchTensors) -> Tensor:
+        """The columns that this rank has, [num_tokens, n], of the whole x."""
         out = kernels.matmul(x, self.weight, self.bias)
         if self.adapters is not None and batch.adapters is not None:
             kernels.add_lora(x, out, self.adapters, batch.adapters)
@@ -91,9 +131,9 @@ class ScaledLinear(Linear):
         super().__init__(in_features, out_features, bias=bias, dtype=dtype, is_transposed=is_transposed)
         self.multiplier = multiplier
 
-    def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
+    def product(self, x: Tensor, batch: BatchTensors) -> Tensor:
         """As Linear."""
-        out = super().forward(x, batch)
+        out = super().product(x, batch)
         kernels.scale(out, self.multiplier)
         return out
 
@@ -115,9 +155,9 @@ class ClippedLinear(Linear):
         super().__init__(in_features, out_features, bias=bias, dtype=dtype, is_transposed=is_transposed, blocks=blocks)
         self.limit = limit
 
-    def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
+    def product(self, x: Tensor, batch: BatchTensors) -> Tensor:
         """As Linear."""
-        out = super().forward(x, batch)
+        out = super().product(x, batch)
         kernels.clip(out, self.limit)
         return out
 
@@ -134,12 +174,16 @@ def output_linear(
 class LmHead(Projection):
     """The projection to the vocabulary; its result is float32 whatever the model computes in."""
 
+    gather_out: kernels.Gather | None = None
+    """Gives the first rank the logits of all; the others keep theirs."""
+
     def __init__(self, hidden_size: int, vocab_size: int, dtype: torch.dtype, *, bias: bool = False) -> None:
         super().__init__(hidden_size, vocab_size, bias=bias, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_rows, hidden] -> logits [num_rows, vocab] float32."""
-        return kernels.matmul(x, self.weight, self.bias, torch.float32)
+        out = kernels.matmul(x, self.weight, self.bias, torch.float32)
+        return out if self.gather_out is None else self.gather_out(out)
 
 
 class NormalizedLmHead(LmHead):

@@ -4,12 +4,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from quire import kernels
+from quire.config.parallel import Range
 from quire.kernels import Matrix
 from quire.models.layers.weighted_layer import Part, WeightSpec
 
@@ -21,6 +22,10 @@ class WeightFormat(Protocol):
     tensors have other shapes (packed integers, a scale for each group) states which of their ranges correspond.
     """
 
+    @property
+    def reads_ranges(self) -> bool:
+        """Whether parts may be ranges of rows, whose bits do not depend on the other rows."""
+
     def specs(self, parts: tuple[Part, ...], dtype: torch.dtype) -> Mapping[str, WeightSpec]:
         """The tensors to ask the loader for, by their names in the checkpoint below the layer's, such as `weight`."""
 
@@ -31,6 +36,8 @@ class WeightFormat(Protocol):
 @dataclass(frozen=True, slots=True)
 class Packed:
     """Every bit of the weight, in the dtype it computes in."""
+
+    reads_ranges: ClassVar[bool] = True
 
     def specs(self, parts: tuple[Part, ...], dtype: torch.dtype) -> Mapping[str, WeightSpec]:
         return {"weight": WeightSpec(parts, dtype)}
@@ -45,6 +52,11 @@ class Quantized:
 
     format: str
     """One of kernels.QUANTIZED_FORMATS."""
+
+    @property
+    def reads_ranges(self) -> bool:
+        """As WeightFormat: int8's factors are of all rows."""
+        return self.format != "int8"
 
     def specs(self, parts: tuple[Part, ...], dtype: torch.dtype) -> Mapping[str, WeightSpec]:
         n, k = WeightSpec(parts, dtype).shape
@@ -67,8 +79,9 @@ class Placement(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SavedQuantized:
-    """Quantized and stacked already, in a file as the kernels read it. It cannot be split into ranges."""
+    """Quantized and stacked already, in a file as the kernels read it."""
 
+    reads_ranges: ClassVar[bool] = False
     format: str
     placement: Placement = Placement.MAPPED
 
@@ -87,6 +100,7 @@ class SavedQuantized:
 class Mixed:
     """A format for each of the modules that a layer fuses."""
 
+    reads_ranges: ClassVar[bool] = False
     formats: tuple[WeightFormat, ...]
     sizes: tuple[int, ...]
     """The rows of each."""
@@ -101,6 +115,50 @@ class Mixed:
             assert not isinstance(part, kernels.StackedWeight)
             made.append(part)
         return kernels.StackedWeight(tuple(made))
+
+
+def specs_of_ranges(
+    format: WeightFormat, parts: tuple[Part, ...], kept: Sequence[Range], dtype: torch.dtype
+) -> Mapping[str, WeightSpec]:
+    """What to ask the loader for where a layer keeps these ranges of the stack's rows."""
+    if format.reads_ranges:
+        own, modules = ranges_of(parts, kept)
+        return {name: dataclasses.replace(spec, modules=modules) for name, spec in format.specs(own, dtype).items()}
+    share = sum(end - start for start, end in kept) / sum(part.size[0] for part in parts)
+    return {
+        name: dataclasses.replace(spec, kept=False, kept_bytes=int(spec.num_bytes * share))
+        for name, spec in format.specs(parts, dtype).items()
+    }
+
+
+def matrix_of_ranges(
+    format: WeightFormat,
+    tensors: Mapping[str, Tensor],
+    shape: tuple[int, int],
+    kept: Sequence[Range],
+    dtype: torch.dtype,
+) -> Matrix:
+    """These ranges of the rows of a matrix of `shape`, from the tensors of `specs_of_ranges`."""
+    if format.reads_ranges:
+        return format.matrix(tensors, (sum(end - start for start, end in kept), shape[1]), dtype)
+    return kernels.take_rows(format.matrix(tensors, shape, dtype), kept)
+
+
+def ranges_of(parts: Sequence[Part], kept: Sequence[Range]) -> tuple[tuple[Part, ...], tuple[int, ...]]:
+    """The parts of which ranges of the stack's rows consist, and the index of the part that each is of. Parts without
+    such rows come last, with none."""
+    own, modules = list[Part](), list[int]()
+    for start, end in kept:
+        first = 0
+        for module, part in enumerate(parts):
+            last = first + part.size[0]
+            if start < last and end > first:
+                own.append(dataclasses.replace(part, rows=(max(start, first) - first, min(end, last) - first)))
+                modules.append(module)
+            first = last
+    without = [module for module in range(len(parts)) if module not in modules]
+    own += [dataclasses.replace(parts[module], rows=(0, 0)) for module in without]
+    return tuple(own), (*modules, *without)
 
 
 def join_specs(modules: Sequence[Mapping[str, WeightSpec]]) -> dict[str, WeightSpec]:

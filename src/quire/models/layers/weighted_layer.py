@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-Range = tuple[int, int]
-"""The first index, and the one after the last."""
+from quire.config.parallel import Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +74,8 @@ class WeightSpec:
     """Of a layer that fuses modules: the index of the one whose tensor this is, under this spec's name without its last
     part (`weight.1` is the `weight` of module 1). None: the parts are those of all modules."""
 
+    modules: tuple[int, ...] | None = None
+    """For each part, the index of the module that it is of, where a layer wants ranges of them. None: one of each."""
     source: str | None = None
     """The model's name of the tensor that all parts are of, where another layer has it too. None: the layer's own."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire import kernels
 from quire.common.errors import CheckpointError, KernelError, UnsupportedModelError
 from quire.common.faults import fault_point
 from quire.common.log import logger
@@ -18,6 +19,8 @@ from quire.config.checkpoint.tensors import Checkpoint
 from quire.config.model import ModelConfig
 from quire.config.quantization import QUANT_METHOD, QUANTIZATIONS
 from quire.models.base import CausalLM, Model, PoolingModel
+from quire.models.decoder.splitting import split
+from quire.models.layers.linear import Projection
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 from quire.models.registry import class_of
 from quire.models.weights.quantization import choose_formats
@@ -48,8 +51,9 @@ class Assignment:
         return is_whole_rows and getattr(torch, stored) is self.spec.dtype
 
 
-def load_model(config: ModelConfig) -> Model:
-    """Build the model and fill it. Weights stream from the mapped files: stacked, packed or quantized, dropped.
+def load_model(config: ModelConfig, ranks: kernels.Ranks | None = None) -> Model:
+    """Build the model, or a rank's share of it, and fill it. Weights stream from the mapped files: stacked, packed or
+    quantized, dropped.
 
     Peak memory is the packed weights and what the largest layer stacks. Names, shapes and dtypes are compared with the
     headers before any weight is read. Raises UnsupportedModelError, or CheckpointError naming the weights that are
@@ -57,7 +61,7 @@ def load_model(config: ModelConfig) -> Model:
     """
     started = time.perf_counter()
     checkpoint = open_weights(config)
-    model = build_model(config, checkpoint)
+    model = build_model(config, checkpoint, ranks)
     loader = LayerLoader(model, config, checkpoint)
     is_quantized_now = config.quantization in QUANTIZATIONS and config.quant_method != QUANT_METHOD
     what = "quantizing weights" if is_quantized_now else "loading weights"
@@ -102,7 +106,7 @@ class LayerLoader:
             raise CheckpointError(f"{self._path}: {group[0].target}: {error}") from error
 
 
-def load_servable(config: ModelConfig) -> CausalLM | PoolingModel:
+def load_servable(config: ModelConfig, ranks: kernels.Ranks | None = None) -> CausalLM | PoolingModel:
     """As load_model. Raises UnsupportedModelError, before any weight is read, if the model cannot do what the config's
     `runner` says."""
     kind = class_of(config)
@@ -113,7 +117,7 @@ def load_servable(config: ModelConfig) -> CausalLM | PoolingModel:
         )
     if config.runner == "pooling" and not issubclass(kind, PoolingModel):
         raise UnsupportedModelError(f"{config.model}: a {config.architecture} has no pooler, so it cannot pool texts")
-    model = load_model(config)
+    model = load_model(config, ranks)
     assert isinstance(model, CausalLM | PoolingModel)
     return model
 
@@ -126,10 +130,12 @@ def open_weights(config: ModelConfig) -> Checkpoint:
     return UnstackedCheckpoint(checkpoint, (*stacks, *MODULE_STACKS)) if stacks else checkpoint
 
 
-def build_model(config: ModelConfig, checkpoint: Checkpoint) -> Model:
-    """The model without weights; its layers know in which formats they will want them."""
+def build_model(config: ModelConfig, checkpoint: Checkpoint, ranks: kernels.Ranks | None = None) -> Model:
+    """The model without weights; its layers know in which formats they will want them, and which part of them."""
     model = class_of(config)(config)
     choose_formats(model, config, checkpoint)
+    if ranks is not None:
+        split(model, ranks)
     return model
 
 
@@ -159,6 +165,10 @@ def assignments(model: Model) -> list[Assignment]:
         parent, _, own = module_name.rpartition(".")
         for name, spec in layer.weight_specs().items():
             parts, suffix = model.fused.get(own, (own,)) if len(spec.parts) > 1 else (own,), name
+            if spec.modules is not None:
+                fuses = isinstance(layer, Projection) and len(layer.parts) > 1
+                all_parts = model.fused.get(own, (own,)) if fuses else (own,)
+                parts = tuple(all_parts[module] for module in spec.modules)
             if spec.module is not None:
                 parts, suffix = (model.fused.get(own, (own,))[spec.module],), name.rpartition(".")[0]
             modules = [f"{parent}.{part}" if parent else part for part in parts]

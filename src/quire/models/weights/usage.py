@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
+from quire import kernels
 from quire.config.model import ModelConfig
 from quire.models.layers.embedding import Embedding
 from quire.models.layers.experts import Expert, ExpertProducts
@@ -26,9 +27,9 @@ class WeightUse:
     """The most of `file_bytes` that one token reads."""
 
 
-def weight_use(config: ModelConfig) -> WeightUse:
-    """Reads headers, no weights."""
-    model = build_model(dataclasses.replace(config, max_model_len=1), open_weights(config))
+def weight_use(config: ModelConfig, ranks: kernels.Ranks | None = None) -> WeightUse:
+    """Of the model, or of what a rank has of it. Reads headers, no weights."""
+    model = build_model(dataclasses.replace(config, max_model_len=1), open_weights(config), ranks)
     num_bytes = sum(assignment.spec.num_bytes for assignment in assignments(model))
     expert_bytes = token_file_bytes = 0
     file_bytes = sum(

@@ -1,6 +1,6 @@
 """From logits to tokens and log-probabilities: of tokens that are drawn, and of known tokens that are scored."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -46,6 +46,27 @@ class Sampler:
             logprobs = self._logprobs(logits, changed, how, token_ids)
         return StepResult(tuple(token_ids.tolist()), logprobs, errors=errors)
 
+    def score(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        first_rows: Sequence[int],
+        compute_logits: Callable[[Tensor], Tensor],
+    ) -> dict[int, TokenLogprobs]:
+        """By index in `sequences`, where tokens are scored: one row for each, raw log-probabilities in any mode.
+
+        `first_rows`: where each sequence's tokens begin among all of the step; `compute_logits` turns such rows [count]
+        int64 into logits [count, vocab] float32. Rows of several sequences are scored together; a row's bits do not
+        depend on the others.
+        """
+        results: dict[int, TokenLogprobs] = {}
+        for rows, token_ids, num_top, counts in _scored_rows(sequences, first_rows):
+            fault_point("scoring.rows")
+            found = _top_logprobs(
+                rows, token_ids, num_top, lambda some: (compute_logits(some), torch.arange(len(some)))
+            )
+            results.update(zip(counts, _split(found, list(counts.values())), strict=True))
+        return results
+
     def _logprobs(
         self, logits: Tensor, changed: Tensor, how: SamplingTensors, token_ids: Tensor
     ) -> dict[int, TokenLogprobs]:
@@ -63,29 +84,41 @@ class Sampler:
         return results
 
 
-def score(
-    sequences: Sequence[ScheduledSequence], first_rows: Sequence[int], compute_logits: Callable[[Tensor], Tensor]
-) -> dict[int, TokenLogprobs]:
-    """By index in `sequences`, where tokens are scored: one row for each, raw log-probabilities in any mode.
+class IdleSampler:
+    """In the place of a Sampler in a process whose logits another one reads: draws nothing."""
 
-    `first_rows`: where each sequence's tokens begin among all of the step; `compute_logits` turns such rows [count]
-    int64 into logits [count, vocab] float32. Rows of several sequences are scored together; a row's bits do not depend
-    on the others.
-    """
+    def sample(self, logits: Tensor, sequences: Sequence[ScheduledSequence]) -> StepResult:
+        """No tokens."""
+        return StepResult(())
+
+    def score(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        first_rows: Sequence[int],
+        compute_logits: Callable[[Tensor], Tensor],
+    ) -> dict[int, TokenLogprobs]:
+        """Computes the logits that a Sampler reads, and returns nothing."""
+        for rows, _, _, _ in _scored_rows(sequences, first_rows):
+            for some in torch.split(rows, MAX_LOGITS_ROWS):
+                compute_logits(some)
+        return {}
+
+
+def _scored_rows(
+    sequences: Sequence[ScheduledSequence], first_rows: Sequence[int]
+) -> Iterator[tuple[Tensor, Tensor, int, dict[int, int]]]:
+    """For each number of likeliest tokens that is wanted: the rows, the token of each, that number, and how many rows
+    are of which sequence."""
     wanted: dict[int, list[tuple[int, ScoredRows]]] = {}
     for place, s in enumerate(sequences):
         if s.scored is not None:
             wanted.setdefault(s.scored.num_top, []).append((place, s.scored))
-    results: dict[int, TokenLogprobs] = {}
     for num_top, group in wanted.items():
-        fault_point("scoring.rows")
-        spans = [(first_rows[place] + scored.row, len(scored.token_ids)) for place, scored in group]
-        rows = torch.from_numpy(np.concatenate([np.arange(first, first + count) for first, count in spans]))
+        counts = {place: len(scored.token_ids) for place, scored in group}
+        starts = [first_rows[place] + scored.row for place, scored in group]
+        ranges = [np.arange(start, start + count) for start, count in zip(starts, counts.values(), strict=True)]
         token_ids = torch.tensor([token_id for _, scored in group for token_id in scored.token_ids])
-        found = _top_logprobs(rows, token_ids, num_top, lambda some: (compute_logits(some), torch.arange(len(some))))
-        parts = _split(found, [count for _, count in spans])
-        results.update(zip([place for place, _ in group], parts, strict=True))
-    return results
+        yield torch.from_numpy(np.concatenate(ranges)), token_ids, num_top, counts
 
 
 def _top_logprobs(

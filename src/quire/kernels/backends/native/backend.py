@@ -48,6 +48,7 @@ class NativeBackend:
         self.native = native
         """quire._native, which is untyped."""
         self._weights = WeightMemory()
+        self.weight_memory = self._weights.empty
         self.latent = NativeLatentKernels(native, self._weights)
         self.encoder = NativeEncoderKernels(native)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ class Plain:
 class Expanded:
     """Weights that are made plain numbers when they are loaded, and then kept as `inner` keeps those."""
 
+    reads_ranges: ClassVar[bool] = False
     stored: tuple[StoredWeight, ...]
     """Of each module that the layer fuses."""
     sizes: tuple[int, ...]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ class InBlocks:
 class Blocks:
     """Blocks with the values that they have in the file. The kernels multiply by them as they are."""
 
+    reads_ranges: ClassVar[bool] = True
     block_type: str
 
     def specs(self, parts: tuple[Part, ...], dtype: torch.dtype) -> Mapping[str, WeightSpec]:

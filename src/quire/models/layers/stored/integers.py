@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -95,6 +96,7 @@ class StoredIntegers(ABC):
 class Integers:
     """Integers of one or several modules that are stored alike, as one matrix of the kernels."""
 
+    reads_ranges: ClassVar[bool] = False
     stored: StoredIntegers
     sizes: tuple[int, ...]
     """The rows of each module."""

@@ -1,0 +1,35 @@
+#include <algorithm>
+
+#include "binding.h"
+#include "checks.h"
+#include "ranks/ranks.h"
+
+namespace quire {
+
+// The calls of a group are kernels: a recording keeps them, and the group must live as long as it.
+void bind_ranks(nb::module_& module) {
+  nb::class_<RankGroup>(module, "RankGroup")
+      .def(nb::init<int, int, int, int64_t, int64_t>())
+      .def_prop_ro("address", [](RankGroup& group) { return reinterpret_cast<uintptr_t>(&group); })
+      .def("stop", &RankGroup::stop)
+      .def("restart", &RankGroup::restart);
+  module.def("rank_memory_bytes", &RankGroup::memory_bytes);
+  add_kernel(
+      module, "gather_parts",
+      +[](void* group, const char* x, int64_t rows, const int64_t* bounds, char* out, int64_t stride, bool first_only) {
+        static_cast<RankGroup*>(group)->gather(x, rows, bounds, out, stride, first_only);
+      });
+  add_kernel(
+      module, "select_rows",
+      +[](void* group, const char* x, int64_t rows, int64_t row_bytes, const int64_t* ids, const int64_t* bounds,
+          char* out) { static_cast<RankGroup*>(group)->select(x, rows, row_bytes, ids, bounds, out); });
+  // The index of each id in the rows [first, first + n) of a table of `limit`; some index for those beyond.
+  add_kernel(
+      module, "own_rows",
+      +[](const int64_t* ids, int64_t count, int64_t limit, int64_t first, int64_t n, int64_t* out) {
+        check_range("embedding: token id", ids, count, limit);
+        for (int64_t i = 0; i < count; ++i) out[i] = std::clamp<int64_t>(ids[i] - first, 0, n - 1);
+      });
+}
+
+}  // namespace quire

@@ -1,0 +1,60 @@
+// Processes that compute one forward pass together, and the memory in which they show each other what they computed.
+//
+// Each rank makes the same calls in the same order. What a call moves goes through two slots of each rank, piece by
+// piece: a rank writes a piece, says so in `head`, reads those of the others, and says in `tail` that it has. So a slot
+// is written again only after all have read it, and nothing but the pieces is ever copied. A rank that waits spins,
+// then yields its CPU, then sleeps, so that ranks which share a CPU come on too.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "runtime/thread_pool.h"
+
+namespace quire {
+
+class RankGroup {
+ public:
+  // Maps the memory of the file, of memory_bytes(count, slot_bytes) zeros. A slot holds the largest row of a part. A
+  // rank that waits `patience` tenths of a second for another one throws std::runtime_error; 0: it waits for ever.
+  RankGroup(int file, int rank, int count, int64_t slot_bytes, int64_t patience);
+  ~RankGroup();
+  RankGroup(const RankGroup&) = delete;
+  RankGroup& operator=(const RankGroup&) = delete;
+
+  static int64_t memory_bytes(int count, int64_t slot_bytes);
+
+  // x [rows, own part] contiguous -> out [rows, all parts], rows `stride` bytes apart; the part of rank r is the bytes
+  // [bounds[r], bounds[r + 1]) of a row. With `first_only` rank 0 alone gets them.
+  void gather(const char* x, int64_t rows, const int64_t* bounds, char* out, int64_t stride, bool first_only);
+
+  // x [rows, row_bytes] -> out, as large: row i is that of the rank r with bounds[r] <= ids[i] < bounds[r + 1].
+  void select(const char* x, int64_t rows, int64_t row_bytes, const int64_t* ids, const int64_t* bounds, char* out);
+
+  // From now on all ranks throw std::runtime_error instead of waiting.
+  void stop();
+
+  // This rank begins anew, and if it is the first, all memory too: after stop(), while no rank is in a call.
+  void restart();
+
+ private:
+  struct Header;
+  struct Post;
+
+  Post& post(int rank) const;
+  char* slot(int rank, uint32_t piece) const;
+  void wait(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers, uint32_t least, int rank) const;
+
+  // Moves `rows` rows in pieces: write(begin, end, slot) fills the own slot, and read(rank, begin, end, slot) takes
+  // what that rank wrote, unless this rank reads nothing. All ranks must give the same `tag`.
+  void exchange(int64_t rows, int64_t row_bytes, uint64_t tag, bool reads,
+                FunctionRef<void(int64_t, int64_t, char*)> write,
+                FunctionRef<void(int, int64_t, int64_t, const char*)> read);
+
+  char* memory_;
+  const int rank_, count_, parent_;
+  const int64_t slot_bytes_, patience_;
+  uint32_t piece_ = 0;
+};
+
+}  // namespace quire

@@ -1,0 +1,148 @@
+"""Parts of a forward pass in several processes, put together again: what each rank computed, and its rows of matrices.
+
+The kernels are native only (csrc/ranks): the reference computes in one process.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.common.errors import ConfigError
+from quire.config.parallel import Range, Shard
+from quire.kernels.backends import backend_for, backend_of
+from quire.kernels.backends.native.arguments import FORMAT_CODES
+from quire.kernels.backends.native.backend import NativeBackend
+from quire.kernels.checks import kernel_errors, refusal
+from quire.kernels.weights import Matrix, PackedWeight, QuantizedWeight, StackedWeight
+
+
+class Ranks:
+    """The processes that compute a forward pass together, of which this is one.
+
+    All of them call the same kernels in the same order, on rows of the same number. A rank that waits for another one
+    raises RuntimeError when the group is stopped, or when the other one makes no progress for `patience_s`.
+    """
+
+    def __init__(self, shard: Shard, group: Any = None) -> None:
+        """Without a native group there are only shapes, on the meta device, for planning."""
+        self.shard = shard
+        self.group = group
+
+    @classmethod
+    def join(cls, shard: Shard, file: int, slot_bytes: int, patience_s: float = 0.0) -> "Ranks":
+        """Join the group whose memory is the file of this descriptor. `patience_s` 0: wait for ever."""
+        group = native_kernels().RankGroup(file, shard.rank, shard.num_ranks, slot_bytes, round(10 * patience_s))
+        return cls(shard, group)
+
+    def stop(self) -> None:
+        """Let all ranks raise an error instead of waiting."""
+        self.group.stop()
+
+    def restart(self) -> None:
+        """Begin anew after `stop`; rank 0 once no rank is in a kernel, and all before the next one."""
+        self.group.restart()
+
+
+def native_backend() -> NativeBackend:
+    """The backend of the native kernels. Raises ConfigError if they are not in use."""
+    backend = backend_for("cpu")
+    if not isinstance(backend, NativeBackend):
+        raise ConfigError("tensor_parallel_size requires the native kernels, which are not in use")
+    return backend
+
+
+def native_kernels() -> Any:
+    """As `native_backend`: quire._native."""
+    return native_backend().native
+
+
+def rank_memory_bytes(num_ranks: int, slot_bytes: int) -> int:
+    """The size of the file that `Ranks.join` takes, which must hold zeros."""
+    return int(native_kernels().rank_memory_bytes(num_ranks, slot_bytes))
+
+
+class Gather:
+    """Puts the columns of all ranks side by side."""
+
+    def __init__(self, ranks: Ranks, sizes: Sequence[int], *, first_only: bool = False) -> None:
+        """`sizes`: the columns of each rank. With `first_only`, the others keep only what they have."""
+        self._ranks, self._shard, self._sizes, self._first_only = ranks, ranks.shard, tuple(sizes), first_only
+        self._bounds = {item: np.cumsum([0, *sizes]) * item for item in (2, 4)}
+        """Where the parts begin, in bytes, by the size of an element. Recordings read them, so they stay in place."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_rows, own columns] contiguous -> [num_rows, all columns], with the same bits."""
+        own, width, backend = self._sizes[self._shard.rank], sum(self._sizes), backend_of(x)
+        if x.dim() != 2 or x.shape[1] != own or not x.is_contiguous():
+            raise refusal("gather", f"contiguous x [num_rows, {own}]", x=x)
+        out = x if self._first_only and self._shard.rank > 0 else backend.empty((len(x), width), x.dtype)
+        if self._ranks.group is not None:
+            item = x.element_size()
+            given = self._ranks.group.address, x.data_ptr(), len(x), self._bounds[item].ctypes.data
+            with kernel_errors():
+                native_kernels().gather_parts(*given, out.data_ptr(), width * item, self._first_only)
+        return out
+
+
+class SharedTable:
+    """Looks up rows of a table that the ranks have divided among them."""
+
+    def __init__(self, ranks: Ranks, sizes: Sequence[int]) -> None:
+        """`sizes`: the rows of each rank."""
+        self._ranks, self._shard, self._bounds = ranks, ranks.shard, np.cumsum([0, *sizes])
+
+    def __call__(self, ids: Tensor, table: PackedWeight | QuantizedWeight) -> Tensor:
+        """ids [num_tokens] int64 of the whole table, `table` being this rank's rows -> [num_tokens, k]. Raises
+        KernelError for an id that the table does not have."""
+        backend = backend_of(ids)
+        look_up: Any = backend.gather_packed if isinstance(table, PackedWeight) else backend.gather_quantized
+        if self._ranks.group is None:
+            return _looked_up(look_up, ids, table)
+        native, own = native_kernels(), backend.empty(ids.shape, torch.int64)
+        first, rows = int(self._bounds[self._shard.rank]), len(ids)
+        with kernel_errors():
+            native.own_rows(ids.data_ptr(), rows, int(self._bounds[-1]), first, table.n, own.data_ptr())
+            found = _looked_up(look_up, own, table)
+            out = backend.empty(found.shape, found.dtype)
+            given = self._ranks.group.address, found.data_ptr(), rows, found.shape[1] * found.element_size()
+            native.select_rows(*given, ids.data_ptr(), self._bounds.ctypes.data, out.data_ptr())
+        return out
+
+
+def _looked_up(look_up: Any, ids: Tensor, table: PackedWeight | QuantizedWeight) -> Tensor:
+    rows: Tensor = look_up(ids, table)
+    return rows
+
+
+def take_rows(matrix: Matrix, ranges: Sequence[Range]) -> Matrix:
+    """Some rows of a matrix in the kernels' layout, one range below the other, in memory of their own."""
+    if isinstance(matrix, StackedWeight):
+        parts, start = [], 0
+        for part in matrix.parts:
+            inside = [(max(a, start) - start, min(b, start + part.n) - start) for a, b in ranges]
+            wanted = [(a, b) for a, b in inside if a < b]
+            parts += [_rows_of(part, wanted)] if wanted else []
+            start += part.n
+        return StackedWeight(tuple(parts))
+    return _rows_of(matrix, ranges)
+
+
+def _rows_of(matrix: PackedWeight | QuantizedWeight, ranges: Sequence[Range]) -> PackedWeight | QuantizedWeight:
+    rows = np.concatenate([np.arange(*each) for each in ranges])
+    if matrix.data.is_meta:
+        return replace(matrix, n=len(rows))
+    backend = native_backend()
+    native, count, k, at = backend.native, len(rows), matrix.k, rows.ctypes.data
+    if isinstance(matrix, PackedWeight):
+        size = matrix.dtype.itemsize
+        data = backend.weight_memory(native.packed_bytes(count, k, size))
+        native.take_packed_rows(matrix.address, k, size, at, count, data.data_ptr())
+    else:
+        data = backend.weight_memory(backend.quantized_bytes(count, k, matrix.format, matrix.scale_range))
+        codes = FORMAT_CODES[matrix.format], matrix.scale_range
+        native.take_quantized_rows(*codes, matrix.n, k, matrix.address, at, count, data.data_ptr())
+    return replace(matrix, n=count, data=data, address=data.data_ptr())

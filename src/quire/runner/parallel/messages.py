@@ -1,0 +1,137 @@
+"""What rank 0 and the other ranks send each other: frames of msgpack over a socket that only they have."""
+
+import select
+import socket
+import struct
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+import msgspec
+
+_LENGTH = struct.Struct("<Q")
+MAX_FRAME_BYTES = 2**31
+
+
+class Message(msgspec.Struct, tag=True):
+    """Base of all messages."""
+
+
+class Start(Message):
+    """The first message: what the rank is, and its share of the engine."""
+
+    rank: int
+    num_ranks: int
+    slot_bytes: int
+    share: bytes
+    """EngineConfig and KVCacheConfig, pickled: the socket is that of the process which started this one."""
+
+
+class Step(Message):
+    """Execute a batch, without drawing tokens."""
+
+    batch: bytes
+    """As `quire.common.batch.encode` writes it."""
+
+
+class DraftPass(Message):
+    """Run a pass of what drafts."""
+
+    batch: bytes
+    """Its sequences, as a Batch."""
+    rows: list[int]
+    """The rows of hidden states that a draft head reads; empty for a draft model."""
+    is_first: bool
+    """Whether a head reads the model's states, and not its own."""
+
+
+class LoadAdapter(Message):
+    """As Executor.load_adapter."""
+
+    slot: int
+    folder: Path
+    digest: str | None
+
+
+class UnloadAdapter(Message):
+    """As Executor.unload_adapter."""
+
+    slot: int
+
+
+class Restart(Message):
+    """A step has failed somewhere: begin anew."""
+
+
+class Done(Message):
+    """What was asked for is done, or has Failed."""
+
+
+class Failed(Message):
+    """What was asked for has failed."""
+
+    kind: str
+    text: str
+
+
+class Progress(Message):
+    """The rank is loading, and has come further."""
+
+
+ToRank: TypeAlias = Start | Step | DraftPass | LoadAdapter | UnloadAdapter | Restart
+FromRank: TypeAlias = Done | Failed | Progress
+_Sent = TypeVar("_Sent")
+
+
+class Connection:
+    """A socket, and the messages that are read from it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self._buffer = bytearray()
+
+    def send(self, message: Message) -> None:
+        """Send a message. Raises OSError if the other end is gone."""
+        self.send_frame(to_frame(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send what `to_frame` made."""
+        self.socket.sendall(frame)
+
+    def receive(self, kind: msgspec.msgpack.Decoder[_Sent]) -> _Sent | None:
+        """The next message; None at the end. Raises ValueError for anything but a message of this kind."""
+        if not self._fill(_LENGTH.size):
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {length} bytes")
+        end = _LENGTH.size + length
+        if not self._fill(end):
+            return None
+        data, self._buffer = self._buffer[_LENGTH.size : end], self._buffer[end:]
+        return kind.decode(data)
+
+    def is_readable(self, timeout_s: float) -> bool:
+        """Wait for a message at most this long. Returns whether one is there, or a part of it, or the end."""
+        return bool(self._buffer) or bool(select.select([self.socket], [], [], timeout_s)[0])
+
+    def _fill(self, num_bytes: int) -> bool:
+        while len(self._buffer) < num_bytes:
+            data = self.socket.recv(max(65536, num_bytes - len(self._buffer)))
+            if not data:
+                return False
+            self._buffer += data
+        return True
+
+    def close(self) -> None:
+        """Close the socket; the other end reads its end."""
+        self.socket.close()
+
+
+def to_frame(message: Message) -> bytes:
+    """The message with its length before it."""
+    data = msgspec.msgpack.encode(message, enc_hook=str)
+    return _LENGTH.pack(len(data)) + data
+
+
+TO_RANK: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, dec_hook=lambda kind, value: kind(value))
+FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

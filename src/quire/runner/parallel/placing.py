@@ -1,0 +1,47 @@
+"""What an engine of several ranks needs of the machine and the model, and which CPUs each rank gets."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from quire.common.errors import ConfigError
+from quire.config.args import EngineConfig
+from quire.config.machine import cpu_quota, neighbours_first
+from quire.config.parallel import ParallelConfig, Shard, shares
+from quire.kernels.backends.native.ranks import native_backend
+
+
+def check_ranks(config: EngineConfig) -> None:
+    """Raise ConfigError if several ranks are wanted for what only one process can do."""
+    num_ranks, model = config.parallel.tensor_parallel_size, config.model
+    if num_ranks == 1:
+        return
+    native_backend()
+    unsupported = {
+        "models that pool texts (runner='pooling')": model.runner == "pooling",
+        "modules of transformers (model_impl='transformers')": model.model_impl == "transformers",
+        "weights that stay in a file (weights_from_file='always')": model.weights_from_file == "always",
+        "engines on a Ray cluster (distributed_executor_backend='ray')": config.parallel.backend == "ray",
+    }
+    for what, is_given in unsupported.items():
+        if is_given:
+            raise ConfigError(f"tensor_parallel_size={num_ranks}: {what} run in one process each; leave it at 1")
+    rank_threads(config.parallel, Shard(0, num_ranks))
+
+
+def rank_threads(parallel: ParallelConfig, shard: Shard) -> ParallelConfig:
+    """The threads of one rank: CPUs of its own, where there is one for each thread of all ranks. Raises ConfigError if
+    there are fewer CPUs than ranks, unless `num_threads` says that ranks may share them."""
+    cpus = parallel.cpus or tuple(neighbours_first(os.sched_getaffinity(0)))
+    quota = None if parallel.cpus else cpu_quota(Path("/"))
+    most = len(cpus) if quota is None else min(len(cpus), max(1, int(quota)))
+    if parallel.num_threads is None and most < shard.num_ranks:
+        raise ConfigError(
+            f"tensor_parallel_size={shard.num_ranks} ranks need a CPU each, and {most} are available: lower it, or let "
+            "ranks share CPUs with num_threads=1"
+        )
+    counts = [parallel.num_threads] * shard.num_ranks if parallel.num_threads else shares(most, shard.num_ranks)
+    start, end = shard.range_of(counts)
+    if sum(counts) > len(cpus) or most < len(cpus):  # pinned threads would wait for CPUs that others use
+        return replace(parallel, num_threads=counts[shard.rank], cpus=())
+    return replace(parallel, num_threads=None, cpus=cpus[start:end])

@@ -1,0 +1,163 @@
+"""A rank: computes its part of what rank 0 asks for, and draws no tokens.
+
+Started as `python -m quire.runner.parallel.rank_process SOCKET MEMORY`, with two descriptors. It ends when rank 0
+closes the socket, or ends itself.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from quire.common import liveness
+from quire.common.batch import Batch, decode
+from quire.common.errors import QuireError
+from quire.common.faults import fault_point
+from quire.common.log import logger
+from quire.config.args import EngineConfig
+from quire.config.kv_cache import KVCacheConfig
+from quire.config.parallel import Shard
+from quire.runner.parallel.messages import (
+    TO_RANK,
+    Connection,
+    Done,
+    DraftPass,
+    Failed,
+    LoadAdapter,
+    Progress,
+    Restart,
+    Start,
+    Step,
+    ToRank,
+    UnloadAdapter,
+)
+
+if TYPE_CHECKING:
+    from quire import kernels
+    from quire.runner.worker import Worker
+
+_PROGRESS_S = 0.5
+_MIN_CPU_S = 0.01
+"""Processor time between two messages of progress: a process that has used less is waiting for something."""
+
+
+def serve(sock: socket.socket, memory: int, *, pins: bool = True) -> None:
+    """Compute until rank 0 closes the socket. `pins`: whether this process may be bound to the rank's CPUs."""
+    connection = Connection(sock)
+    start = connection.receive(TO_RANK)
+    if not isinstance(start, Start):
+        return
+    config, kv_cache = _share_of(start)
+    if pins and config.parallel.cpus:
+        os.sched_setaffinity(0, config.parallel.cpus)  # before torch starts threads
+    has_loaded = threading.Event()
+    threading.Thread(target=_show_progress, args=(connection, has_loaded), daemon=True).start()
+    from quire import kernels
+    from quire.runner.worker import make_worker
+
+    shard = Shard(start.rank, start.num_ranks)
+    ranks = kernels.Ranks.join(shard, memory, start.slot_bytes)
+    try:
+        rank = Rank(connection, ranks, make_worker(config, kv_cache, ranks))
+    except Exception as error:
+        _log(error)
+        connection.send(Failed(type(error).__name__, str(error)))
+        connection.send(Done())
+        connection.receive(TO_RANK)  # rank 0 closes the socket
+        return
+    finally:
+        has_loaded.set()
+    connection.send(Done())
+    while (message := connection.receive(TO_RANK)) is not None:
+        rank.handle(message)
+
+
+def _share_of(start: Start) -> tuple[EngineConfig, KVCacheConfig]:
+    config, kv_cache = pickle.loads(start.share)
+    assert isinstance(config, EngineConfig)
+    assert isinstance(kv_cache, KVCacheConfig)
+    return config, kv_cache
+
+
+def _show_progress(connection: Connection, has_loaded: threading.Event) -> None:
+    """Tell rank 0 now and then that this process is loading, as long as it uses its CPU."""
+    used_s = time.process_time()
+    while not has_loaded.wait(_PROGRESS_S):
+        before_s, used_s = used_s, time.process_time()
+        if used_s - before_s > _MIN_CPU_S:
+            connection.send(Progress())
+
+
+class Rank:
+    """Does what the messages say."""
+
+    def __init__(self, connection: Connection, ranks: kernels.Ranks, worker: Worker) -> None:
+        self._connection, self._ranks, self._worker = connection, ranks, worker
+
+    def handle(self, message: ToRank) -> None:
+        """Compute, or answer. A failure stops all ranks: rank 0 then lets them begin anew."""
+        match message:
+            case Step() | DraftPass():
+                try:
+                    self._compute(message)
+                except Exception as error:
+                    self._ranks.stop()
+                    if not _was_stopped(error):
+                        _log(error)
+                        self._connection.send(Failed(type(error).__name__, str(error)))
+            case Restart():
+                self._ranks.restart()
+                self._connection.send(Done())
+            case LoadAdapter() | UnloadAdapter():
+                self._answer(message)
+            case Start():
+                raise ValueError("a rank starts once")
+
+    def _compute(self, message: Step | DraftPass) -> None:
+        fault_point("rank.step")
+        batch = decode(message.batch, Batch)
+        if isinstance(message, Step):
+            self._worker.follow(batch)
+        else:
+            self._worker.follow_draft(batch.sequences, message.rows, is_first=message.is_first)
+
+    def _answer(self, message: LoadAdapter | UnloadAdapter) -> None:
+        try:
+            if isinstance(message, LoadAdapter):
+                self._worker.load_adapter(message.slot, message.folder, message.digest)
+            else:
+                self._worker.unload_adapter(message.slot)
+        except Exception as error:
+            _log(error)
+            self._connection.send(Failed(type(error).__name__, str(error)))
+        self._connection.send(Done())
+
+
+def _was_stopped(error: Exception) -> bool:
+    """Whether the failure is another rank's."""
+    return isinstance(error, RuntimeError) and "stopped" in str(error)
+
+
+def _log(error: Exception) -> None:
+    if not isinstance(error, QuireError):
+        logger.exception("a rank failed")
+
+
+def main(descriptor: int, memory: int) -> None:
+    """Serve rank 0, whose socket has this file descriptor."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 handles them
+        signal.signal(number, signal.SIG_IGN)
+    liveness.end_with_parent()
+    with suppress(BrokenPipeError, ConnectionResetError):  # rank 0 has ended
+        serve(socket.socket(fileno=descriptor), memory)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

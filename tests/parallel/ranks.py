@@ -1,0 +1,69 @@
+"""Ranks in threads of the test's own process, since starting processes takes seconds, and what they must equal."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from quire import LLM
+from quire.runner import executor as executors
+from quire.runner.parallel.executor import RanksExecutor
+from quire.runner.parallel.rank_process import serve
+
+
+class ThreadRank:
+    """A rank in a thread: the same messages, kernels and shared memory."""
+
+    def __init__(self, sock: socket.socket, memory: int, lifeline: int) -> None:
+        self._socket, self._memory, self._lifeline = sock.dup(), os.dup(memory), os.dup(lifeline)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            with suppress(BrokenPipeError, ConnectionResetError):
+                serve(self._socket, self._memory, pins=False)
+        finally:
+            for descriptor in (self._memory, self._lifeline):
+                os.close(descriptor)
+            self._socket.close()
+
+    def end(self) -> str:
+        self._thread.join(10)
+        return "was ended" if not self._thread.is_alive() else "goes on"
+
+
+@contextmanager
+def in_threads() -> Iterator[None]:
+    """Engines of several ranks have them in threads."""
+    before = executors.EXECUTORS["ranks"]
+    executors.EXECUTORS["ranks"] = partial(RanksExecutor, launch=ThreadRank)
+    try:
+        yield
+    finally:
+        executors.EXECUTORS["ranks"] = before
+
+
+def answers(llm: LLM, prompts: Sequence[Any], params: Sequence[Any]) -> list[Any]:
+    """All that callers see of the answers to requests that run side by side, but for times and hits."""
+    engine, done = llm.engine, {}
+    for i, (prompt, its_params) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(i), prompt, its_params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                done[int(output.request_id)] = (output.outputs, output.prompt_logprobs, output.error)
+    return [done[i] for i in range(len(prompts))]
+
+
+def of_ranks(num_ranks: int, prompts: Sequence[Any], params: Sequence[Any], **given: Any) -> list[Any]:
+    """The answers of an engine of this many ranks, each of one thread."""
+    with in_threads():
+        llm = LLM(tensor_parallel_size=num_ranks, num_threads=1, **given)
+        try:
+            return answers(llm, prompts, params)
+        finally:
+            llm.engine.executor.close()

@@ -1,0 +1,97 @@
+"""Requests of every kind on several ranks: adapters, drafts, heads that draft, swapped blocks, and 250 mixed ones."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, LoRARequest, SamplingParams
+from tests.engine import test_mixed_requests as mixed
+from tests.kernels.isas import needs_native
+from tests.models.adapters import make_tensors, tiny_sizes, write_adapter
+from tests.parallel.ranks import answers, in_threads, of_ranks
+from tests.speculation import heads
+
+pytestmark = needs_native
+PROMPTS = [[7 * i % 500 + 3 for i in range(29)], [5, 6, 7], [7 * i % 500 + 3 for i in range(20)] + [4], [9] * 3]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1),
+    SamplingParams(temperature=1, seed=1, max_tokens=9, ignore_eos=True, logprobs=0, presence_penalty=0.5),
+    SamplingParams(temperature=0.8, seed=2, n=2, max_tokens=9, ignore_eos=True, logprobs=0),
+    SamplingParams(temperature=0.2, seed=3, max_tokens=12, ignore_eos=True, logprobs=0),
+]
+TINY: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks_override": 40}
+
+
+@pytest.mark.parametrize("part", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_mixed_requests_in_a_small_cache_equal_one_process(part: int) -> None:
+    rng = random.Random(part)
+    shared = [rng.randrange(3, mixed.VOCAB) for _ in range(mixed.LONGEST)]
+    count = 60 if part else 250
+    prompts = [mixed.any_prompt(rng, shared) for _ in range(count)]
+    params = [mixed.any_params(rng) for _ in range(count)]
+    given: dict[str, Any] = {"dtype": ("bfloat16", "float32")[part], "max_model_len": 64}
+    expected = mixed.run(LLM(**given, num_gpu_blocks_override=400), prompts, params)
+    small = {"num_gpu_blocks_override": 24, "max_num_seqs": 24, "max_num_batched_tokens": 96, "swap_space": 0.001}
+    for num_ranks in (2, 3):
+        with in_threads():
+            llm = LLM(**given, **small, tensor_parallel_size=num_ranks, num_threads=1)
+            assert mixed.run(llm, prompts, params) == expected
+            assert llm.engine.stats().num_preemptions > 0
+            llm.engine.executor.close()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"quantization": "int8"},
+        {"quantization": "int4", "dtype": "float32"},
+        {"kv_cache_dtype": "int8"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"speculative_config": {"model": "quire-draft", "num_speculative_tokens": 3, "adaptive": False}},
+    ],
+    ids=lambda given: " ".join(given),
+)
+def test_formats_and_drafts_equal_one_process(given: dict[str, Any]) -> None:
+    expected = of_ranks(1, PROMPTS, PARAMS, **TINY, **given)
+    assert of_ranks(2, PROMPTS, PARAMS, **TINY, **given) == expected
+    if "model" not in given.get("speculative_config", {}):  # whose layers have two heads
+        assert of_ranks(3, PROMPTS, PARAMS, **TINY, **given) == expected
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_heads_that_draft_run_in_all_ranks(kind: str, tmp_path: Path) -> None:
+    head, names = (heads.eagle(), heads.EAGLE_NAMES) if kind == "eagle" else (heads.eagle3(), heads.EAGLE3_NAMES)
+    named = {} if kind == "eagle" else {"architectures": ["LlamaForCausalLMEagle3"]}
+    folder = str(heads.write(tmp_path, head, names, **named))
+    drafting = {"model": folder, "num_speculative_tokens": 3, "adaptive": False}
+    expected = of_ranks(1, PROMPTS, PARAMS, **TINY)
+    with in_threads():
+        llm = LLM(**TINY, tensor_parallel_size=2, num_threads=1, speculative_config=drafting)
+        assert [told[0][0].token_ids for told in answers(llm, PROMPTS, PARAMS)] == [
+            told[0][0].token_ids for told in expected
+        ]
+        assert llm.engine.stats().drafts
+        assert not llm.engine.scheduler.drafting.num_errors
+        llm.engine.executor.close()
+
+
+def test_adapters_are_loaded_and_unloaded_in_all_ranks(tmp_path: Path) -> None:
+    def run(num_ranks: int) -> list[Any]:
+        with in_threads():
+            llm = LLM(**TINY, enable_lora=True, max_loras=1, tensor_parallel_size=num_ranks, num_threads=1)
+            sizes = tiny_sizes(llm.engine.model_config)
+            for seed in (1, 2):
+                if not (tmp_path / str(seed)).exists():
+                    write_adapter(tmp_path / str(seed), make_tensors(sizes, 2, seed=seed), r=2, lora_alpha=2)
+            adapters = [LoRARequest(f"a{seed}", seed, str(tmp_path / str(seed))) for seed in (1, 2)]
+            of = [adapters[0], adapters[1], None, adapters[0]]
+            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False, lora_request=of)
+            llm.engine.executor.close()
+            return [output.outputs for output in outputs]
+
+    expected, plain = run(1), of_ranks(1, PROMPTS, PARAMS, **TINY)
+    assert [each[0].token_ids for each in expected] != [outputs[0].token_ids for outputs, _, _ in plain]
+    assert run(2) == expected
+    assert run(3) == expected
