@@ -48,7 +48,8 @@ class ThreadPool {
   void run(int64_t num_tasks, Task task);
   void* scratch(int thread, int64_t bytes);
 
-  // From enter() to leave() this is the calling thread's current pool, and must live. Calls may be nested.
+  // From enter() to leave() this is the calling thread's current pool, and must live. Calls may be nested. Workers that
+  // sleep wake up meanwhile, which takes longer than most kernels, and spin until the first region.
   void enter();
   static void leave();
 
