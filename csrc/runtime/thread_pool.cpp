@@ -93,6 +93,8 @@ class Team {
     if (has_error_.load(std::memory_order_relaxed)) std::rethrow_exception(std::exchange(error_, nullptr));
   }
 
+  bool is_awake() const { return sleepers_.load(std::memory_order_relaxed) == 0; }
+
   // Workers that sleep spin for a while, as after a region. Only while no region runs.
   void wake() {
     if (sleepers_.load() == 0) return;
@@ -249,6 +251,12 @@ void ThreadPool::run(int64_t num_tasks, Task task) {
   own.team->run(num_tasks, task);
 }
 
+bool ThreadPool::is_awake() {
+  State& own = state();
+  const std::unique_lock lock(own.mutex, std::try_to_lock);  // else a region runs
+  return lock.owns_lock() && own.team != nullptr && own.team->is_awake();
+}
+
 void* ThreadPool::scratch(int thread, int64_t bytes) {
   ask_for_memory();
   Scratch& scratch = state().scratch[size_t(thread)];
@@ -284,6 +292,8 @@ void parallel_for(int64_t num_tasks, Task task) {
 }
 
 void* thread_scratch(int thread, int64_t bytes) { return current_pool().scratch(thread, bytes); }
+
+bool workers_are_awake() { return current_pool().is_awake(); }
 
 int num_threads() { return current_pool().num_threads(); }
 
