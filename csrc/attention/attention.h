@@ -279,6 +279,9 @@ class AttentionTask {
         int64_t dim = 0;
         for (; !stages() && dim < a_.value_dim; dim += kVectors * W) add.template operator()<kVectors, false>(dim);
         for (; dim + kVectors * W <= a_.value_dim; dim += kVectors * W) add.template operator()<kVectors, true>(dim);
+        if constexpr (kVectors > 2) {
+          for (; dim + 2 * W <= a_.value_dim; dim += 2 * W) add.template operator()<2, true>(dim);
+        }
         for (; dim < a_.value_dim; dim += W) add.template operator()<1, true>(dim);
       });
     });

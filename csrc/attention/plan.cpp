@@ -18,6 +18,8 @@ namespace {
 
 // Multiply-adds below which the batch is done before a sleeping worker would have woken.
 constexpr int64_t kInlineWork = 1 << 20;
+// The same where all workers are awake, as between the kernels of a step.
+constexpr int64_t kInlineWorkAwake = 1 << 15;
 // More items than threads, so that the last ones to finish do not leave the other threads idle for long.
 constexpr int64_t kItemsPerThread = 4;
 // Query rows that share one pass over the keys of a text without a cache, which each item makes into lanes for itself:
@@ -307,7 +309,8 @@ void paged_attention(DType dtype, const AttentionArgs& args) {
 
   const int64_t rows = std::max(tokens_per_item * group, item_rows);
   const AttentionTable& table = kernels().attention;
-  const bool is_small = threads == 1 || 2 * plan.work * args.head_dim < kInlineWork;
+  const bool is_small =
+      threads == 1 || 2 * plan.work * args.head_dim < (workers_are_awake() ? kInlineWorkAwake : kInlineWork);
   if (!is_small) {
     split_items(args, std::max<int64_t>(1, plan.work / (kItemsPerThread * threads)), plan);
     std::stable_sort(plan.items.begin(), plan.items.end(),

@@ -100,14 +100,25 @@ template <typename Out>
 static void finish_as(const ProductOut& to, int64_t row, int64_t rows, int64_t column, const float* sums,
                       int64_t stride, int64_t width) {
   const int64_t columns = smaller(width, to.n - column);
-  for_parts(columns, [&](int64_t j, int64_t count) __attribute__((always_inline)) {
-    const f32 bias = to.bias == nullptr ? set1(0) : load_some(to.bias + column + j, count);
-    const bool has_bias = to.bias != nullptr;  // adding 0 would make 0 of -0
-    Out* out = static_cast<Out*>(to.out) + row * to.stride + column + j;
-    const float* from = sums + j;
-    for (int64_t r = 0; r < rows; ++r, out += to.stride, from += stride) {
-      const f32 sum = load(from);
-      store_some(out, has_bias ? sum + bias : sum, count);
+  const bool has_bias = to.bias != nullptr;  // adding 0 would make 0 of -0
+  const auto bias = [&](int64_t j, int64_t count) __attribute__((always_inline)) {
+    return has_bias ? load_some(to.bias + column + j, count) : set1(0);
+  };
+  Out* out = static_cast<Out*>(to.out) + row * to.stride + column;
+  int64_t j = 0;
+  for (; j + 2 * W <= columns; j += 2 * W) {  // whole cache lines of bf16, since rows may lie in a few sets of the cache
+    const f32 first = bias(j, W), second = bias(j + W, W);
+    for (int64_t r = 0; r < rows; ++r) {
+      const f32 a = load(sums + r * stride + j), b = load(sums + r * stride + j + W);
+      store(out + r * to.stride + j, has_bias ? a + first : a);
+      store(out + r * to.stride + j + W, has_bias ? b + second : b);
+    }
+  }
+  for_parts(columns - j, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    const f32 own = bias(j + i, count);
+    for (int64_t r = 0; r < rows; ++r) {
+      const f32 sum = load(sums + r * stride + j + i);
+      store_some(out + r * to.stride + j + i, has_bias ? sum + own : sum, count);
     }
   });
 }

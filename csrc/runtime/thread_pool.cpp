@@ -76,7 +76,7 @@ class Team {
   // Only while no region runs.
   ~Team() {
     stop_.store(true);
-    region_.fetch_add(1);
+    begin(0);
     region_.notify_all();
     for (std::thread& worker : workers_) worker.join();
   }
@@ -86,16 +86,31 @@ class Team {
     num_tasks_.store(num_tasks, std::memory_order_relaxed);
     pending_.store(uint32_t(num_tasks), std::memory_order_relaxed);
     has_error_.store(false, std::memory_order_relaxed);
-    const uint32_t region = region_.load(std::memory_order_relaxed) + 1;
-    ticket_.store(uint64_t{region} << 32 | uint64_t(num_tasks), std::memory_order_release);
-    region_.store(region);
+    const uint32_t region = begin(num_tasks);
     if (sleepers_.load() > 0) region_.notify_all();
     take_tasks(region, 0);
     wait();
     if (has_error_.load(std::memory_order_relaxed)) std::rethrow_exception(std::exchange(error_, nullptr));
   }
 
+  bool is_awake() const { return sleepers_.load(std::memory_order_relaxed) == 0; }
+
+  // Workers that sleep spin for a while, as after a region. Only while no region runs.
+  void wake() {
+    if (sleepers_.load() == 0) return;
+    begin(0);
+    region_.notify_all();
+  }
+
  private:
+  // The next region, of tasks that are ready.
+  uint32_t begin(int64_t num_tasks) {
+    const uint32_t region = region_.load(std::memory_order_relaxed) + 1;
+    ticket_.store(uint64_t{region} << 32 | uint64_t(num_tasks), std::memory_order_release);
+    region_.store(region);
+    return region;
+  }
+
   void wait() {
     if (spin_until([this] { return pending_.load(std::memory_order_acquire) == 0; })) return;
     for (uint32_t left = pending_.load(std::memory_order_acquire); left != 0;
@@ -127,25 +142,27 @@ class Team {
   void work(int thread) {
     uint32_t seen = 0;
     while (true) {
-      const auto changed = [this, &seen] { return region_.load(std::memory_order_acquire) != seen; };
+      const auto current = [this] { return uint32_t(ticket_.load(std::memory_order_acquire) >> 32); };
+      const auto changed = [&] { return current() != seen; };
       if (!spin_until(changed)) {
         sleepers_.fetch_add(1);
         while (!changed()) region_.wait(seen);
         sleepers_.fetch_sub(1);
       }
       if (stop_.load()) return;
-      seen = region_.load(std::memory_order_acquire);
+      seen = current();
       take_tasks(seen, thread);
     }
   }
 
+  // What a worker reads to begin lies in one cache line; the others are read by those that sleep, and to end.
   alignas(64) std::atomic<uint64_t> ticket_{0};
+  std::atomic<const Task*> task_{nullptr};
+  std::atomic<int64_t> num_tasks_{0};
   alignas(64) std::atomic<uint32_t> region_{0};
   std::atomic<int> sleepers_{0};
   std::atomic<bool> stop_{false};
   alignas(64) std::atomic<uint32_t> pending_{0};
-  std::atomic<const Task*> task_{nullptr};
-  std::atomic<int64_t> num_tasks_{0};
   std::atomic<bool> has_error_{false};
   std::exception_ptr error_;  // the first of the region, written by the task that set has_error_
   std::vector<std::thread> workers_;
@@ -234,6 +251,12 @@ void ThreadPool::run(int64_t num_tasks, Task task) {
   own.team->run(num_tasks, task);
 }
 
+bool ThreadPool::is_awake() {
+  State& own = state();
+  const std::unique_lock lock(own.mutex, std::try_to_lock);  // else a region runs
+  return lock.owns_lock() && own.team != nullptr && own.team->is_awake();
+}
+
 void* ThreadPool::scratch(int thread, int64_t bytes) {
   ask_for_memory();
   Scratch& scratch = state().scratch[size_t(thread)];
@@ -249,6 +272,10 @@ void* ThreadPool::scratch(int thread, int64_t bytes) {
 void ThreadPool::enter() {
   tls_outer_pools.push_back(tls_pool);
   tls_pool = this;
+  State* state = state_.load(std::memory_order_acquire);
+  if (state == nullptr || state->num_forks != g_num_forks.load(std::memory_order_relaxed)) return;
+  const std::unique_lock lock(state->mutex, std::try_to_lock);  // else a region runs
+  if (lock.owns_lock() && state->team != nullptr) state->team->wake();
 }
 
 void ThreadPool::leave() {
@@ -265,6 +292,8 @@ void parallel_for(int64_t num_tasks, Task task) {
 }
 
 void* thread_scratch(int thread, int64_t bytes) { return current_pool().scratch(thread, bytes); }
+
+bool workers_are_awake() { return current_pool().is_awake(); }
 
 int num_threads() { return current_pool().num_threads(); }
 

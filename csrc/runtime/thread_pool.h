@@ -47,8 +47,10 @@ class ThreadPool {
   // What parallel_for and thread_scratch do while this pool is current.
   void run(int64_t num_tasks, Task task);
   void* scratch(int thread, int64_t bytes);
+  bool is_awake();
 
-  // From enter() to leave() this is the calling thread's current pool, and must live. Calls may be nested.
+  // From enter() to leave() this is the calling thread's current pool, and must live. Calls may be nested. Workers that
+  // sleep wake up meanwhile, which takes longer than most kernels, and spin until the first region.
   void enter();
   static void leave();
 
@@ -61,7 +63,7 @@ class ThreadPool {
   std::vector<int> cpus_;  // read and replaced under the state's mutex
 };
 
-// These three use the calling thread's current pool.
+// These four use the calling thread's current pool.
 //
 // Runs task(i, thread) once for each i in [0, num_tasks), on the calling thread and the workers; returns when all are
 // done. `thread` is in [0, num_threads()) and belongs to one running task at a time. What a task throws is thrown here,
@@ -71,6 +73,10 @@ void parallel_for(int64_t num_tasks, Task task);
 
 // Threads that take part, the caller included.
 int num_threads();
+
+// Whether no worker sleeps, as a rule since a region ended or the pool was entered within the last 50 us: then tasks of a
+// microsecond are worth sharing.
+bool workers_are_awake();
 
 // 64-byte aligned memory of at least `bytes` for the task running as `thread`, until that task ends. Contents are
 // undefined. Kept between calls, so that kernels do not allocate; a nested parallel_for must not use its task's. Throws

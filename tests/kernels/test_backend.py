@@ -221,6 +221,18 @@ def test_every_task_of_every_region_runs_once():
             _native.set_num_threads(num_threads)
             with ThreadPoolExecutor(3) as callers:
                 assert list(callers.map(_native.exercise_pool, [50_000] * 3)) == [0, 0, 0]
+        pool = _native.ThreadPool(3, [])
+
+        def enter_and_run(num_regions):
+            wrong = 0
+            for _ in range(2_000):
+                with pool:  # wakes workers that sleep, also while another caller's region runs
+                    wrong += _native.exercise_pool(num_regions)
+            return wrong
+
+        for num_callers in (1, 3):
+            with ThreadPoolExecutor(num_callers) as callers:
+                assert not any(callers.map(enter_and_run, range(num_callers)))
     """
     done = run_python(code)  # in a process of its own, since what goes wrong here may end in waiting for ever
     assert (done.returncode, done.stderr) == (0, "")
