@@ -34,6 +34,7 @@ QUIRE_INLINE int64_t next_rows(int64_t left) {
 // What a tile asks for ahead, in each unit a line for each vector: those of a panel are `vector_gap` apart, panels
 // `panel_gap`, units `step`. May be beyond what there is.
 struct Prefetch {
+  bool is_near;  // whether it is asked for as Ask::kNearest
   const char* at;
   int64_t panel_gap, vector_gap, step;
 };
@@ -95,6 +96,23 @@ template <typename T>
 struct PackedTile {
   static constexpr int kMost = kMaxVectors, kMostRows = kTileRows;
 
+  template <Ask kAsk, int R, int G>
+  QUIRE_INLINE void multiply(f32 (&acc)[R][G], const Staged<T>* x, int64_t x_stride, const char* const (&panels)[G],
+                             int64_t units, Prefetch prefetch) {
+    for (int64_t unit = 0; unit < units; ++unit) {
+      if constexpr (kAsk != Ask::kNot) {
+        QUIRE_UNROLL
+        for (int g = 0; g < G; ++g) {
+          const int64_t gap = g / kVectorsPerPanel * prefetch.panel_gap + g % kVectorsPerPanel * prefetch.vector_gap;
+          ask_for<1>(kAsk, prefetch.at + gap);
+        }
+        prefetch.at += prefetch.step;
+      }
+      multiply_unit<R, G>(acc, x, x_stride, panels, unit * kUnitRowBytes, static_cast<const T*>(nullptr));
+      x += kPerUnit<T>;
+    }
+  }
+
   template <int R, int G>
   static void run(const Staged<T>* x, int64_t x_stride, const char* weight, int64_t panel_bytes, int64_t units,
                   float* parked, int64_t parked_stride, bool from_zero, Prefetch prefetch) {
@@ -106,18 +124,10 @@ struct PackedTile {
       QUIRE_UNROLL
       for (int r = 0; r < R; ++r) acc[r][g] = from_zero ? set1(0) : load(parked + r * parked_stride + g * W);
     }
-    for (int64_t unit = 0; unit < units; ++unit) {
-      if constexpr (R > kUnfetchedRows) {
-        QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) {
-          __builtin_prefetch(
-              prefetch.at + g / kVectorsPerPanel * prefetch.panel_gap + g % kVectorsPerPanel * prefetch.vector_gap, 0,
-              2);
-        }
-        prefetch.at += prefetch.step;
-      }
-      multiply_unit<R, G>(acc, x, x_stride, panels, unit * kUnitRowBytes, static_cast<const T*>(nullptr));
-      x += kPerUnit<T>;
+    if (kAsksNear && R > kUnfetchedNearRows && prefetch.is_near) {
+      multiply<Ask::kNearest>(acc, x, x_stride, panels, units, prefetch);
+    } else {
+      multiply<(R > kUnfetchedRows ? Ask::kNext : Ask::kNot)>(acc, x, x_stride, panels, units, prefetch);
     }
     QUIRE_UNROLL
     for (int g = 0; g < G; ++g) {
@@ -174,16 +184,19 @@ QUIRE_INLINE Prefetch ahead(const MatmulArgs& args, const ProductTask& task, con
     const char* next =
         is_last ? weight - part.panel * panel_bytes + part.units * kUnitRowBytes : weight + part.panels * panel_bytes;
     const int64_t step = kUnitRowBytes / kVectorsPerPanel * part.rows / task.rows, gap = part.units * step;
-    return {next + part.units * kUnitRowBytes * part.row / task.rows + vector % kVectorsPerPanel * gap, panel_bytes,
-            gap, step};
+    return {false, next + part.units * kUnitRowBytes * part.row / task.rows + vector % kVectorsPerPanel * gap,
+            panel_bytes, gap, step};
   }
   if (part.row == 0) {
     const int64_t first = vector % kVectorsPerPanel * W * kUnitBytes;
-    return {weight + first + kBytesAhead * kVectorsPerPanel / (width < kVectorsPerPanel ? kVectorsPerPanel : width),
+    const bool is_near = kAsksNear && has_large_nearest_cache();
+    const int64_t bytes = is_near ? kBytesAheadNear : kBytesAhead;
+    return {is_near, weight + first + bytes * kVectorsPerPanel / (width < kVectorsPerPanel ? kVectorsPerPanel : width),
             panel_bytes, W * kUnitBytes, kUnitRowBytes};
   }
   const int64_t row = task.row + part.row + part.rows + vector % part.rows;
-  return {reinterpret_cast<const char*>(static_cast<const T*>(args.x) + row * args.x_stride + part.unit * kPerUnit<T>),
+  return {false,
+          reinterpret_cast<const char*>(static_cast<const T*>(args.x) + row * args.x_stride + part.unit * kPerUnit<T>),
           0, args.x_stride * int64_t(sizeof(T)), kUnitBytes};
 }
 

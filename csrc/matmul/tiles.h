@@ -68,26 +68,31 @@ QUIRE_INLINE void for_tiles(int64_t rows, int64_t panels, const Call& call) {
   }
 }
 
-// Few rows are read as fast as the processor's own prefetchers go, and not faster with more requests.
-#if defined(__AVX512BF16__)
-constexpr int kUnfetchedRows = 4;
-#else
-constexpr int kUnfetchedRows = 2;
-#endif
 constexpr int64_t kBytesAhead = 6144;  // of weights, in all panels of a tile together
 
 // How lines that will be read soon are asked for: into the second-level cache or into the nearest one, which is faster
 // where that has room for them (has_large_nearest_cache).
 enum class Ask { kNot, kNext, kNearest };
 
-template <int kLines>
+// Few rows are read as fast as the processor's own prefetchers go, and not faster with more requests, or only with
+// requests into the nearest cache.
+#if defined(__AVX512BF16__)
+constexpr bool kAsksNear = true;
+constexpr int kUnfetchedRows = 4, kUnfetchedNearRows = 2;
+#else
+constexpr bool kAsksNear = false;
+constexpr int kUnfetchedRows = 2, kUnfetchedNearRows = 2;
+#endif
+constexpr int64_t kBytesAheadNear = 8192;
+
+template <int64_t kLines>
 QUIRE_INLINE void ask_for(Ask ask, const char* first) {
   if (ask == Ask::kNearest) {
     QUIRE_UNROLL
-    for (int i = 0; i < kLines; ++i) __builtin_prefetch(first + i * 64, 0, 3);
+    for (int64_t i = 0; i < kLines; ++i) __builtin_prefetch(first + i * 64, 0, 3);
   } else if (ask == Ask::kNext) {
     QUIRE_UNROLL
-    for (int i = 0; i < kLines; ++i) __builtin_prefetch(first + i * 64, 0, 2);
+    for (int64_t i = 0; i < kLines; ++i) __builtin_prefetch(first + i * 64, 0, 2);
   }
 }
 

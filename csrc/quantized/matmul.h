@@ -130,14 +130,12 @@ struct Requests {
   int64_t ahead;
 
   QUIRE_MEMBER Requests(const QuantizedFormat& format, int64_t rows) : ask(Ask::kNext), ahead(kBytesAhead) {
-#if defined(__AVX512VNNI__)
-    if (has_large_nearest_cache()) {
+    if (kAsksNear && has_large_nearest_cache()) {
       ask = Ask::kNearest;
-      ahead = rows > 3 ? 12 * 1024 : 8 * 1024;
-    } else if (format.bits == 8 && rows <= kUnfetchedRows) {
+      ahead = rows > 3 ? kBytesAheadNear * 3 / 2 : kBytesAheadNear;
+    } else if (kAsksNear && format.bits == 8 && rows <= kUnfetchedRows) {
       ask = Ask::kNot;  // halves of bytes are read half as fast, and need the requests
     }
-#endif
   }
 };
 
