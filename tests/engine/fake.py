@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quire.common.batch import Batch, Draw, ScheduledSequence, StepResult, TokenLogprobs
+from quire.common.batch import Batch, Draw, PoolSpec, ScheduledSequence, StepResult, TokenLogprobs
 from quire.common.errors import CheckpointError
 from quire.common.lora import KnownAdapter
 from quire.common.params import SamplingParams
@@ -20,6 +20,7 @@ from quire.engine.drafting.drafting import Drafting
 from quire.engine.drafting.lookup import Draft
 from quire.engine.requests.logprobs import LogprobRows, PromptScores
 from quire.engine.requests.output import OutputBuilder, SampleOutput
+from quire.engine.requests.pooling import PromptPooling
 from quire.engine.requests.sequence import Sequence, SequenceGroup
 from quire.engine.scheduling.loaded_adapters import LoadedAdapters
 from quire.engine.scheduling.scheduler import Scheduler
@@ -265,6 +266,15 @@ class Harness:
         settings, whole = SamplingParams(detokenize=False), context + continuation
         seq = Sequence(self.requests.new_seq_id(), whole[:-1], (), SampleOutput(settings), scores)
         return self._add(seq, whole, settings, key)
+
+    def add_pooled(self, prompt: list[int], *, is_whole: bool = False) -> SequenceGroup:
+        """A request for a vector, which the executor does not make."""
+        settings, pooling = (
+            SamplingParams(detokenize=False),
+            PromptPooling(PoolSpec("embed"), len(prompt), is_whole=is_whole),
+        )
+        seq = Sequence(self.requests.new_seq_id(), prompt, (), SampleOutput(settings), pooling=pooling)
+        return self._add(seq, prompt, settings, NO_KEY)
 
     def _add(
         self,

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.common.batch import PoolSpec
-from quire.common.params import SamplingParams
-from quire.engine.requests.output import SampleOutput
-from quire.engine.requests.pooling import PromptPooling
-from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
-from quire.kv.prefix_cache.content_hash import NO_KEY
+from quire.engine.requests.sequence import SequenceStatus
 
 from .fake import Harness
 from .test_commit import PROMPT, commit, count_steps
 
 
-def add_pooled(harness: Harness, prompt: list[int]) -> SequenceGroup:
-    params = SamplingParams(detokenize=False)
-    pooling = PromptPooling(PoolSpec("embed"), len(prompt), is_whole=False)
-    seq = Sequence(harness.requests.new_seq_id(), prompt, (), SampleOutput(params), pooling=pooling)
-    return harness._add(seq, prompt, params, NO_KEY)
-
-
 def test_a_prompt_is_pooled_when_all_of_it_is_computed():
     harness = count_steps(Harness(num_blocks=20, max_num_batched_tokens=4))
-    group, vector = add_pooled(harness, PROMPT[:6]), np.ones(3, np.float32)
+    group, vector = harness.add_pooled(PROMPT[:6]), np.ones(3, np.float32)
     assert [commit(harness), commit(harness, pooled={0: vector})] == [[], [group]]
     seq = group.seqs[0]
     assert (seq.pooling.result is vector, seq.status, group.error) == (True, SequenceStatus.FINISHED_STOPPED, None)
@@ -35,7 +23,7 @@ def test_a_prompt_is_pooled_when_all_of_it_is_computed():
 
 def test_a_prompt_whose_pooling_failed_ends_alone_with_the_reason():
     harness = Harness(num_blocks=20)
-    bad, other = add_pooled(harness, PROMPT[:6]), add_pooled(harness, PROMPT[:5])
+    bad, other = harness.add_pooled(PROMPT[:6]), harness.add_pooled(PROMPT[:5])
     vector = np.ones(3, np.float32)
     assert commit(harness, pooled={1: vector}, pool_errors={0: "not finite"}) == [bad, other]
     assert (bad.error, bad.has_failed) == ("request '0': not finite", True)

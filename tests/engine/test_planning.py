@@ -208,6 +208,13 @@ def test_a_request_that_fits_does_not_overtake_one_that_waits_for_blocks():
     assert large.metrics.finished_time <= small.metrics.finished_time
 
 
+def test_a_text_that_must_run_whole_waits_for_a_step_with_room_and_is_not_overtaken():
+    harness = Harness(num_blocks=20, max_num_batched_tokens=8)
+    first, second, third = (harness.add_pooled([1] * num_tokens, is_whole=True) for num_tokens in (6, 5, 1))
+    assert lens(harness.scheduler.schedule()) == {first.seqs[0].seq_id: 6}
+    assert lens(harness.scheduler.schedule()) == {second.seqs[0].seq_id: 5, third.seqs[0].seq_id: 1}
+
+
 def test_a_request_that_never_fits_does_not_keep_others_from_starting():
     harness = Harness(num_blocks=3)
     too_long, fine = harness.add([1] * 13), harness.add([2] * 3, 2)

@@ -7,10 +7,19 @@ import pytest
 
 from quire.common.batch import Draw, DrawnRows
 from quire.config.speculative import SpeculativeConfig
+from quire.engine.drafting import drafting as drafting_module
 from quire.engine.drafting.drafting import OTHER_TENANTS, Drafting
 from quire.engine.drafting.lookup import NO_DRAFT, Draft
+from quire.engine.drafting.model_drafts import ModelDrafts
+from quire.engine.drafting.search_time import SHORTEST_STEP_S
 from quire.engine.requests.sequence import SequenceGroup
 from tests.engine.fake import FunctionDrafter, Harness, expected_output
+
+
+@pytest.fixture
+def _searching(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are short where they are short in engines, which search for no drafts in tests."""
+    monkeypatch.setattr(drafting_module, "SHORTEST_STEP_S", SHORTEST_STEP_S)
 
 
 class Scripted:
@@ -156,6 +165,101 @@ def test_shapes_that_were_seen_are_a_bounded_number(monkeypatch) -> None:
     for rows in range(1, 20):
         drafting.observe_step(batch_of((rows, rows)), 1.0)
         assert len(drafting._seen_shapes) <= 3
+
+
+@pytest.mark.usefixtures("_searching")
+def test_of_equal_short_steps_one_in_eight_is_looked_at_and_counts_for_all() -> None:
+    drafting, rows, steps = drafting_of(), [], []
+    drafting.row_times.observe = lambda *arguments: rows.append(arguments)
+    drafting._search_time.observe_steps = lambda *arguments: steps.append(arguments)
+    batch = batch_of((1, 1), (2, 2))
+    for _ in range(1 + 16):
+        drafting.observe_step(batch, 1e-3)
+    assert steps == [(1e-3, 1, 2), (1e-3, 8, 2), (1e-3, 8, 2)]
+    assert rows == [(3, 1e-3)] * 2
+    drafting.observe_step(batch_of((1, 1)), 1e-3)
+    assert steps[3:] == [(1e-3, 1, 1)], "another shape is looked at"
+    for _ in range(2):
+        drafting.observe_step(batch_of((1, 1)), 4e-3)
+    assert steps[4:] == [(4e-3, 1, 1)] * 2, "so are long steps"
+    assert rows[2:] == [(1, 4e-3)] * 2
+
+
+@pytest.mark.usefixtures("_searching")
+def test_a_draft_model_is_timed_by_the_steps_that_time_rows() -> None:
+    config, seen = SpeculativeConfig(method="draft_model", model="m"), []
+    drafting = Drafting([ModelDrafts(config)], config, 100)
+    drafting.model.observe = lambda *arguments: seen.append(arguments)
+    for shape in ((1, 1), (1, 1), (9, 1)):
+        drafting.observe_step(batch_of(shape), 1.0, 0.25, 3)
+    assert seen == [(0.25, 3, drafting.row_times.pace)]
+    drafting.observe_step(batch_of((1, 1)), 1.0)
+    assert seen[1:] == [(0.0, 0, drafting.row_times.pace)]
+
+
+# Searches
+
+
+@pytest.mark.usefixtures("_searching")
+@pytest.mark.parametrize(
+    ("fields", "at_once"), [({}, False), ({"method": "ngram"}, True), ({"is_adaptive": False}, True)]
+)
+def test_the_automatic_choice_does_not_search_while_steps_are_short(fields, at_once: bool) -> None:
+    drafting = drafting_of(**fields)
+    assert drafting.may_search is at_once
+    drafting.observe_step(batch_of((1, 1)), 3e-3)
+    assert drafting.may_search is at_once
+    drafting.observe_step(batch_of((1, 1)), 5e-3)
+    assert drafting.may_search
+
+
+@pytest.mark.usefixtures("_searching")
+@pytest.mark.parametrize("is_adaptive", [True, False])
+def test_searches_take_the_time_that_the_clock_shows(is_adaptive: bool) -> None:
+    times = iter([1.0, 1.5])
+    config = SpeculativeConfig(is_adaptive=is_adaptive)
+    drafting = Drafting([Scripted("a", NO_DRAFT)], config, 100, clock=lambda: next(times, 1.5))
+    drafting.observe_step(batch_of((1, 1)), 1.0)
+    propose(drafting, request())
+    assert drafting.may_search is not is_adaptive
+
+
+@pytest.mark.usefixtures("_searching")
+def test_accepted_drafts_pay_for_searches() -> None:
+    drafting, group = drafting_of(Scripted("a", Draft((1, 2), (0.9, 0.9)))), request()
+    drafting.observe_step(batch_of((1, 1)), 1.0)
+    propose(drafting, group)
+    drafting._search_time.spend(0.9)
+    drafting.observe(group, group.seqs[0], 2, 1)
+    assert not drafting.may_search
+    drafting.observe(group, group.seqs[0], 2, 1)
+    assert drafting.may_search
+
+
+def test_a_draft_ends_one_token_before_the_request_does() -> None:
+    """The last token is drawn behind it."""
+    drafting = Drafting([Scripted("a", Draft((1,) * 9, (1.0,) * 9))], SpeculativeConfig(is_adaptive=False), 20)
+    for max_tokens, most in ((9, 8), (4, 3), (2, 1), (1, 0), (None, 8)):
+        group = Harness(num_blocks=40).add([1, 2, 3], max_tokens)
+        assert propose(drafting, group) == [(1,) * most]
+    long = Harness(num_blocks=40).add([1] * 15, 50)
+    assert propose(drafting, long) == [(1,) * 4], "nor beyond the context"
+
+
+def test_a_draft_ends_where_the_grammar_forbids_it() -> None:
+    drafting, group = drafting_of(Scripted("a", Draft((1, 2, 3), (0.9,) * 3)), is_adaptive=False), request()
+    group.seqs[0].grammar = SimpleNamespace(num_allowed=lambda token_ids: len(token_ids) - 1)
+    assert propose(drafting, group) == [(1, 2)]
+
+
+def test_a_drafter_that_would_have_to_be_more_reliable_than_it_is_is_not_asked() -> None:
+    drafter = Scripted("a", Draft((1,), (1.0,)))
+    drafting, group = drafting_of(drafter), request()
+    drafting._trust["a"].expected = 8.0
+    pairs = [(group, group.seqs[0])]
+    assert drafting.propose(pairs, 9, 9, lambda n: 1.0 + 0.3 * (n - 9)) == [()]
+    assert drafter.num_calls == 0, "a row takes 0.3 of a step, and a fifth of the drafts are right"
+    assert drafting.propose(pairs, 9, 9, lambda n: 1.0 + 0.1 * (n - 9)) == [(1,)]
 
 
 # Failures

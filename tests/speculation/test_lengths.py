@@ -70,9 +70,45 @@ def test_odds_that_say_too_little_are_corrected_too() -> None:
     assert general.factor(1.0) < 1.0 < trust.factor(1.0)
 
 
+def test_what_was_learned_is_forgotten_slowly_and_of_all_more_slowly() -> None:
+    for decay, share in ((Trust.decay, 0.98), (Trust.decay_for_all, 0.998)):
+        trust = Trust()
+        trust.observe((0.5, 0.25, 0.25), 1)
+        assert (trust.accepted, trust.expected) == (1.0, 0.75)
+        decay(trust)
+        assert (trust.accepted, trust.expected) == pytest.approx((share, share * 0.75))
+
+
 def test_nothing_is_known_at_first_but_that_rows_cost_little() -> None:
     times = RowTimes()
     assert 1.0 < times.shape(9) / times.shape(1) < 2.0
+
+
+def test_the_pace_follows_the_machine_and_one_slow_step_little() -> None:
+    times = RowTimes()
+    assert times.pace == 0
+    times.observe(1, 0.02)
+    assert (times.pace, times.shape(1)) == (0.02, 1.0)
+    times.observe(1, 0.022)
+    assert times.pace == pytest.approx(0.0204)
+    assert times.shape(1) == 1.0, "the same rows again say nothing about their shape"
+    times.observe(1, 10.0)
+    assert times.pace == pytest.approx(0.0204 * 1.1)
+    times.observe(1, 1e-9)
+    assert times.pace == pytest.approx(0.0204 * 1.1 * (1 - 0.2 / 3))
+
+
+def test_times_between_and_beyond_those_that_are_known_lie_on_lines() -> None:
+    times = RowTimes()
+    assert [times.shape(rows) for rows in (1, 2, 11)] == pytest.approx([1.0, 1.05, 1.5])
+    times._rows, times._shape = [4, 8], [2.0, 4.0]
+    assert [times.shape(rows) for rows in (4, 5, 7, 8)] == pytest.approx([2.0, 2.5, 3.5, 4.0])
+    assert times.shape(10) == pytest.approx(5.0), "as it grew before"
+    assert times.shape(1) == pytest.approx(2.0 / 1.15), "as nothing is known of fewer"
+    times._shape = [2.0, 2.0]
+    assert times.shape(10) == pytest.approx(2.0 + 2 * 0.05 * 2.0 / 1.15), "but no less than nothing is known"
+    times._rows, times._shape = [4], [2.0]
+    assert times.shape(6) == pytest.approx(2.0 + 2 * 0.05 * 2.0 / 1.15)
 
 
 def learned(seconds, steps: list[int]) -> RowTimes:
