@@ -137,7 +137,7 @@ struct Requests {
     if (kAsksNear && has_large_nearest_cache()) {
       ask = Ask::kNearest;
       shares = blocks <= kSharingBlocks ? blocks : 1;
-      ahead = shares > 1 ? piece_bytes : rows > 3 ? kBytesAheadNear * 3 / 2 : kBytesAheadNear;
+      ahead = shares > 1 ? piece_bytes : kBytesAheadNear;
     } else if (kAsksNear && format.bits == 8 && rows <= kUnfetchedRows) {
       ask = Ask::kNot;  // halves of bytes are read half as fast, and need the requests
     }
