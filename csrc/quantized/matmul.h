@@ -124,21 +124,33 @@ static RunTile* quantized_tile([[maybe_unused]] const QuantizedFormat& format, [
                     : tile_function<QuantizedTile<false>>(rows, vectors);
 }
 
-// The most blocks of rows that share requests: more multiply for so long that one of them may as well read.
-constexpr int64_t kSharingBlocks = 4;
+// The most blocks of rows that share requests: more multiply for so long that one of them may as well read. Nothing
+// asks for a task's first piece then, so that tasks are larger.
+constexpr int64_t kSharingBlocks = 4, kSharingTaskPanels = 32;
+
+QUIRE_INLINE int64_t row_blocks_of(const QuantizedRow& layout, int64_t rows) {
+  return ceil_div(rows, layout.group > QuantizedShape::kBlock ? kTileRows : kGroupedRows);
+}
+
+static bool shares_requests(const PanelReader& reader, const QuantizedRow& layout, int64_t rows) {
+  const int64_t blocks = row_blocks_of(layout, rows);
+  return kAsksNear && blocks > 1 && blocks <= kSharingBlocks && reader.is_plain() && has_large_nearest_cache();
+}
 
 // What the tiles ask for while they multiply by a panel: how, how many bytes ahead, and in how many shares.
 struct Requests {
   Ask ask = Ask::kNext;
   int64_t ahead = kBytesAhead, shares = 1;
 
-  // Of `rows` rows in `blocks` blocks, by pieces that have `piece_bytes` in the panel.
-  QUIRE_MEMBER Requests(const QuantizedFormat& format, int64_t rows, int64_t blocks, int64_t piece_bytes) {
+  // Of `rows` rows, by pieces that have `piece_bytes` in the panel.
+  QUIRE_MEMBER Requests(const PanelReader& reader, const QuantizedRow& layout, int64_t rows, int64_t piece_bytes) {
     if (kAsksNear && has_large_nearest_cache()) {
       ask = Ask::kNearest;
-      shares = blocks <= kSharingBlocks ? blocks : 1;
-      ahead = shares > 1 ? piece_bytes : kBytesAheadNear;
-    } else if (kAsksNear && format.bits == 8 && rows <= kUnfetchedRows) {
+      if (shares_requests(reader, layout, rows)) {
+        shares = row_blocks_of(layout, rows);
+        ahead = piece_bytes;
+      }
+    } else if (kAsksNear && reader.shape.format.bits == 8 && rows <= kUnfetchedRows) {
       ask = Ask::kNot;  // halves of bytes are read half as fast, and need the requests
     }
   }
@@ -155,14 +167,14 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
   if (layout.has_mins) {
     for (int64_t i = 0; i < num_sums; i += W) store(minuses + i, set1(0));
   }
-  const bool has_halves = reader.has_plain_halves(), is_plain = has_halves || reader.shape.format.bits == 8;
+  const bool has_halves = reader.has_plain_halves(), is_plain = reader.is_plain();
   const StoredScales stored_scales = reader.stored_scales(panel);
-  const int64_t row_blocks = ceil_div(num_rows, layout.group > QuantizedShape::kBlock ? kTileRows : kGroupedRows);
+  const int64_t row_blocks = row_blocks_of(layout, num_rows);
   // Integers are unpacked for all rows, or by the only tile.
   const bool is_unpacked = !is_plain && (row_blocks > 1 || !kOverlaps);
   const int64_t piece_groups = layout.group > kPieceK ? 1 : kPieceK / layout.group;
   const int64_t piece_bytes = piece_groups * layout.group / QuantizedShape::kBlock * reader.shape.block_bytes();
-  const Requests requests(reader.shape.format, num_rows, is_unpacked ? 1 : row_blocks, piece_bytes);
+  const Requests requests(reader, layout, num_rows, piece_bytes);
   // The tiles ask for what lies ahead of the integers they read: all but these lines, as they skip the fields.
   const Ask ask_fields = requests.ask == Ask::kNot ? Ask::kNext : requests.ask;
   for (int64_t at = 0; at < reader.integers_at; at += 64) ask_for<1>(ask_fields, panel + requests.ahead + at);
@@ -250,7 +262,8 @@ static void quantized_matmul(const QuantizedMatmulArgs& args) {
         quantize_x(x + row * args.x_stride, args.order, factors, layout, args.rows_of_x + row * row_bytes);
       }
     });
-    for_tasks(rows, args.to.n, layout.k, kTaskPanels, [&](const ProductTask& task, int) {
+    const int64_t task_panels = shares_requests(reader, layout, rows) ? kSharingTaskPanels : kTaskPanels;
+    for_tasks(rows, args.to.n, layout.k, task_panels, [&](const ProductTask& task, int) {
       run_quantized_task(reader, layout, args.weight, args.rows_of_x + task.row * row_bytes, task, args.to, first);
     });
   }

@@ -146,6 +146,9 @@ struct PanelReader {
     return shape.format.bits == 4 && shape.format.table == nullptr && shape.format.group == QuantizedShape::kBlock;
   }
 
+  // Whether tiles multiply by integers as they are stored, in whatever number of rows.
+  QUIRE_MEMBER bool is_plain() const { return has_plain_halves() || shape.format.bits == 8; }
+
   // The scales as they are stored, where making a group's takes a few operations; else without numbers.
   QUIRE_MEMBER StoredScales stored_scales(const char* panel) const {
     const QuantizedFormat& format = shape.format;
