@@ -83,7 +83,7 @@ constexpr int kUnfetchedRows = 4, kUnfetchedNearRows = 2;
 constexpr bool kAsksNear = false;
 constexpr int kUnfetchedRows = 2, kUnfetchedNearRows = 2;
 #endif
-constexpr int64_t kBytesAheadNear = 8192;
+constexpr int64_t kBytesAheadNear = 8192;  // of weights that are not quantized
 
 template <int64_t kLines>
 QUIRE_INLINE void ask_for(Ask ask, const char* first) {

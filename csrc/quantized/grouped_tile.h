@@ -11,10 +11,17 @@ namespace quire::QUIRE_ISA {
 // a group before the second: the sums of all stay in registers beside the products of half of them.
 template <int kBits, bool kHasTable, int kGroup>
 struct GroupedTile {
-  static constexpr int kMost = kPanelVectors, kMostRows = kGroupedRows, kRowsAtOnce = 4;
+  static constexpr int kMost = kPanelVectors, kMostRows = kGroupedRows, kRowsAtOnce = 6;
   static constexpr int kSteps = kGroup / int(kUnitBytes);
   static constexpr int64_t kBlockBytes = kBits * kUnitRowBytes, kGroupsPerBlock = QuantizedShape::kBlock / kGroup;
+  static constexpr bool kHasUpper = kBits == 5 || kBits == 6;
   static constexpr int kLines = int(kBlockBytes / kGroupsPerBlock / 64);  // that a group takes
+
+  // Quantized rows of x (QuantizedRow).
+  struct Rows {
+    const char* first;
+    int64_t bytes, scales_at, lacks_at;
+  };
 
   // A group of a panel, and what is asked for while it is multiplied.
   struct Group {
@@ -23,30 +30,40 @@ struct GroupedTile {
     Ask ask;
   };
 
-  // The bytes of a step of a group.
-  QUIRE_INLINE i32 unpack(const char* block, int64_t half, int step, const ByteTable& table) {
-    if constexpr (kBits == 8) return load_lanes(block + (half * kSteps + step) * kUnitRowBytes);
+  // The bytes of a step of a group. `upper` are the bits above the lower four of all its steps.
+  QUIRE_INLINE i32 unpack(const char* block, int64_t half, int step, i32 upper, const ByteTable& table) {
+    if constexpr (kBits == 8) {
+      f32 bytes = as_float(load_lanes(block + (half * kSteps + step) * kUnitRowBytes));
+      keep_in_register(bytes);  // else the compiler loads it for each row
+      return as_int(bytes);
+    }
     const int row = kGroup == 16 ? step : step % 8 / 2, is_upper = kGroup == 16 ? 0 : step % 2;
     const int shift = kGroup == 16 ? int(half) * 4 : is_upper * 4;
     i32 bytes = (load_lanes(block + row * kUnitRowBytes) >> shift) & 0x0f0f0f0f;
-    if constexpr (kBits > 4) {
-      const i32 upper[2] = {load_lanes(block + (4 + half) * kUnitRowBytes), {}};
-      bytes = bytes | PanelReader::upper_bits<kBits>(upper, row + 4 * is_upper);
+    if constexpr (kHasUpper) {
+      const i32 rows[2] = {upper, {}};
+      bytes = bytes | PanelReader::upper_bits<kBits>(rows, row + 4 * is_upper);
     }
     if constexpr (kHasTable) bytes = table.look_up(bytes);
     return bytes;
   }
 
-  // sum += the products of N rows with a group, scaled; `rows` and sum[kFirst] are the first row's.
+  // sum += the products of N rows, from kFirst on, with a group, scaled.
   template <int kFirst, int N, int R, int G>
-  QUIRE_INLINE void multiply(const char* rows, const QuantizedRow& layout, const Group& group, const ByteTable& table,
-                             const f32 (&scale)[G], f32 (&sum)[R][G]) {
-    const int64_t row_bytes = layout.bytes, x_stride = row_bytes / int64_t(sizeof(XValue));
-    const XValue* x = reinterpret_cast<const XValue*>(rows) + group.index * kGroup;
-    i32 acc[N][G];
+  QUIRE_INLINE void multiply(const Rows& rows, const Group& group, const ByteTable& table, const f32 (&scale)[G],
+                             f32 (&sum)[R][G]) {
+    const char* row = rows.first + kFirst * rows.bytes;
+    const char* x = row + group.index * kGroup * int64_t(sizeof(XValue));
+    const char* lacks = row + rows.lacks_at + group.index * int64_t(sizeof(int32_t));
+    const char* x_scales = row + rows.scales_at + group.index * int64_t(sizeof(float));
+    i32 acc[N][G], upper[G] = {};
+    QUIRE_UNROLL
+    for (int g = 0; g < G && kHasUpper; ++g) {
+      upper[g] = load_lanes(group.block + (4 + group.half) * kUnitRowBytes + g * W * kUnitBytes);
+    }
     QUIRE_UNROLL
     for (int r = 0; r < N; ++r) {
-      const i32 lack = set1_lane(rows + r * row_bytes + layout.lacks_at + group.index * int64_t(sizeof(int32_t)));
+      const i32 lack = set1_lane(lacks + r * rows.bytes);
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) acc[r][g] = lack;
     }
@@ -61,19 +78,18 @@ struct GroupedTile {
       Quads w[G];
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) {
-        w[g] = weight_quads(unpack(group.block + g * W * kUnitBytes, group.half, step, table));
+        w[g] = weight_quads(unpack(group.block + g * W * kUnitBytes, group.half, step, upper[g], table));
       }
       QUIRE_UNROLL
       for (int r = 0; r < N; ++r) {
-        const Quads value = set1_quad(x + r * x_stride + at * kUnitBytes);
+        const Quads value = set1_quad(reinterpret_cast<const XValue*>(x + r * rows.bytes) + at * kUnitBytes);
         QUIRE_UNROLL
         for (int g = 0; g < G; ++g) acc[r][g] = dot4(acc[r][g], w[g], value);
       }
     }
-    const float* x_scales = reinterpret_cast<const float*>(rows + layout.scales_at) + group.index;
     QUIRE_UNROLL
     for (int r = 0; r < N; ++r) {
-      const f32 x_scale = set1(x_scales[r * row_bytes / int64_t(sizeof(float))]);
+      const f32 x_scale = set1(*reinterpret_cast<const float*>(x_scales + r * rows.bytes));
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) {
         f32& to = sum[kFirst + r][g];
@@ -83,8 +99,10 @@ struct GroupedTile {
   }
 
   template <int R, int G>
-  static void run(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, int64_t column, float* sums) {
+  static void run(const char* rows, const QuantizedRow& layout, const WeightPiece& given, int64_t column, float* sums) {
+    const WeightPiece piece = given;                                 // keep_order does not have it read anew
     constexpr int A = R > kRowsAtOnce ? (R + 1) / 2 : R, B = R - A;  // rows of the first and the second half
+    const Rows x = {rows, layout.bytes, layout.scales_at, layout.lacks_at};
     const ByteTable table(kHasTable ? piece.table : kFloat4);
     f32 sum[R][G];
     QUIRE_UNROLL
@@ -94,15 +112,18 @@ struct GroupedTile {
         sum[r][g] = piece.first == 0 ? set1(0) : load(sums + r * kPanelColumns + column + g * W);
       }
     }
+    int64_t turn = piece.share;  // groups until the next one with which lines are asked for
     for (int64_t index = 0; index < piece.groups; ++index) {
       const char* block = piece.units + index / kGroupsPerBlock * kBlockBytes + column * kUnitBytes;
       const int64_t half = index % kGroupsPerBlock;
-      const Group group = {block, block + piece.ahead + half * kLines * 64, piece.first + index, half, piece.ask};
+      const Ask ask = turn == 0 ? piece.ask : Ask::kNot;
+      turn = turn == 0 ? piece.shares - 1 : turn - 1;
+      const Group group = {block, block + piece.ahead + half * kLines * 64, piece.first + index, half, ask};
       f32 scale[G];
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) scale[g] = piece.scale(index, column + g * W);
-      multiply<0, A>(rows, layout, group, table, scale, sum);
-      if constexpr (B > 0) multiply<A, B>(rows + A * layout.bytes, layout, group, table, scale, sum);
+      multiply<0, A>(x, group, table, scale, sum);
+      if constexpr (B > 0) multiply<A, B>(x, group, table, scale, sum);
     }
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {

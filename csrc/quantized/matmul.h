@@ -124,16 +124,33 @@ static RunTile* quantized_tile([[maybe_unused]] const QuantizedFormat& format, [
                     : tile_function<QuantizedTile<false>>(rows, vectors);
 }
 
-// What the tiles ask for while they multiply by a panel: how, and how many bytes ahead.
-struct Requests {
-  Ask ask;
-  int64_t ahead;
+// The most blocks of rows that share requests: more multiply for so long that one of them may as well read. Nothing
+// asks for a task's first piece then, so that tasks are larger.
+constexpr int64_t kSharingBlocks = 4, kSharingTaskPanels = 32;
 
-  QUIRE_MEMBER Requests(const QuantizedFormat& format, int64_t rows) : ask(Ask::kNext), ahead(kBytesAhead) {
+QUIRE_INLINE int64_t row_blocks_of(const QuantizedRow& layout, int64_t rows) {
+  return ceil_div(rows, layout.group > QuantizedShape::kBlock ? kTileRows : kGroupedRows);
+}
+
+static bool shares_requests(const PanelReader& reader, const QuantizedRow& layout, int64_t rows) {
+  const int64_t blocks = row_blocks_of(layout, rows);
+  return kAsksNear && blocks > 1 && blocks <= kSharingBlocks && reader.is_plain() && has_large_nearest_cache();
+}
+
+// What the tiles ask for while they multiply by a panel: how, how many bytes ahead, and in how many shares.
+struct Requests {
+  Ask ask = Ask::kNext;
+  int64_t ahead = kBytesAhead, shares = 1;
+
+  // Of `rows` rows, by pieces that have `piece_bytes` in the panel.
+  QUIRE_MEMBER Requests(const PanelReader& reader, const QuantizedRow& layout, int64_t rows, int64_t piece_bytes) {
     if (kAsksNear && has_large_nearest_cache()) {
       ask = Ask::kNearest;
-      ahead = rows > 3 ? kBytesAheadNear * 3 / 2 : kBytesAheadNear;
-    } else if (kAsksNear && format.bits == 8 && rows <= kUnfetchedRows) {
+      if (shares_requests(reader, layout, rows)) {
+        shares = row_blocks_of(layout, rows);
+        ahead = piece_bytes;
+      }
+    } else if (kAsksNear && reader.shape.format.bits == 8 && rows <= kUnfetchedRows) {
       ask = Ask::kNot;  // halves of bytes are read half as fast, and need the requests
     }
   }
@@ -150,19 +167,24 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
   if (layout.has_mins) {
     for (int64_t i = 0; i < num_sums; i += W) store(minuses + i, set1(0));
   }
-  const bool has_halves = reader.has_plain_halves(), is_plain = has_halves || reader.shape.format.bits == 8;
-  const bool has_stored_scales = reader.has_stored_scales();
-  const int64_t row_blocks = ceil_div(num_rows, layout.group > QuantizedShape::kBlock ? kTileRows : kGroupedRows);
+  const bool has_halves = reader.has_plain_halves(), is_plain = reader.is_plain();
+  const StoredScales stored_scales = reader.stored_scales(panel);
+  const int64_t row_blocks = row_blocks_of(layout, num_rows);
   // Integers are unpacked for all rows, or by the only tile.
   const bool is_unpacked = !is_plain && (row_blocks > 1 || !kOverlaps);
   const int64_t piece_groups = layout.group > kPieceK ? 1 : kPieceK / layout.group;
-  const Requests requests(reader.shape.format, num_rows);
+  const int64_t piece_bytes = piece_groups * layout.group / QuantizedShape::kBlock * reader.shape.block_bytes();
+  const Requests requests(reader, layout, num_rows, piece_bytes);
   // The tiles ask for what lies ahead of the integers they read: all but these lines, as they skip the fields.
   const Ask ask_fields = requests.ask == Ask::kNot ? Ask::kNext : requests.ask;
   for (int64_t at = 0; at < reader.integers_at; at += 64) ask_for<1>(ask_fields, panel + requests.ahead + at);
   for (int64_t first = 0; first < layout.groups; first += piece_groups) {
     const int64_t end = smaller(first + piece_groups, layout.groups);
-    if (!has_stored_scales) reader.read_scales(panel, first, end, scales, mins);
+    if (stored_scales.numbers == nullptr) {
+      reader.read_scales(panel, first, end, scales, mins);
+    } else if (layout.has_mins) {
+      reader.read_mins(panel, first, end, scales, mins);
+    }
     const int64_t begin_block = first * layout.group / QuantizedShape::kBlock;
     const int64_t end_block = ceil_div(end * layout.group, QuantizedShape::kBlock);
     const char* stored = panel + reader.integers_at;
@@ -171,22 +193,23 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
     // Unpacking has asked for kBytesAhead behind the piece.
     const char* behind = is_unpacked ? stored + end_block * reader.shape.block_bytes() : units;
     WeightPiece piece = {units,
-                         has_stored_scales ? panel + 2 * first * kPanelColumns : nullptr,
-                         reader.shape.format.scale == Number::kHalf,
+                         stored_scales,
                          scales,
                          mins,
                          reader.shape.format.table,
                          first,
                          end - first,
                          requests.ask,
-                         behind - units + requests.ahead};
+                         behind - units + requests.ahead,
+                         0,
+                         requests.shares};
     for (int64_t block = 0; block < row_blocks; ++block) {
       const int64_t row = block * num_rows / row_blocks, height = (block + 1) * num_rows / row_blocks - row;
       for_tiles<QuantizedTile<false>>(height, 1, [&](int64_t vector, int64_t width) {
         const RunTile* run = quantized_tile(reader.shape.format, is_plain || is_unpacked, has_halves, height, width);
         run(rows + row * row_bytes, layout, piece, vector * W, sums + row * kPanelColumns);
       });
-      piece.ask = Ask::kNot;  // the first tile has asked for all
+      if (++piece.share == piece.shares) piece.ask = Ask::kNot;
     }
     if (layout.has_mins) add_mins(rows, num_rows, layout, piece, minuses);
   }
@@ -239,7 +262,8 @@ static void quantized_matmul(const QuantizedMatmulArgs& args) {
         quantize_x(x + row * args.x_stride, args.order, factors, layout, args.rows_of_x + row * row_bytes);
       }
     });
-    for_tasks(rows, args.to.n, layout.k, kTaskPanels, [&](const ProductTask& task, int) {
+    const int64_t task_panels = shares_requests(reader, layout, rows) ? kSharingTaskPanels : kTaskPanels;
+    for_tasks(rows, args.to.n, layout.k, task_panels, [&](const ProductTask& task, int) {
       run_quantized_task(reader, layout, args.weight, args.rows_of_x + task.row * row_bytes, task, args.to, first);
     });
   }

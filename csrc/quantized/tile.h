@@ -33,18 +33,17 @@ struct QuantizedRow {
 // A piece of a panel: of `groups` groups the units [group / 4][32], scales and mins [groups][32].
 struct WeightPiece {
   const char* units;
-  const char* stored_scales;  // where the panel has a scale for each group: its own, and `scales` are not used
-  bool has_halves;            // whether those are halves, not bfloat16
+  StoredScales stored_scales;  // the panel's; if it has numbers, `scales` are not used
   const float *scales, *mins;
   const uint8_t* table;
   int64_t first, groups;  // the first group's index in a row
   Ask ask;                // whether a tile asks for weights while it multiplies,
-  int64_t ahead;          // and how far behind its units these lie
+  int64_t ahead;          // how far behind its units these lie,
+  int64_t share, shares;  // and which share of them: all blocks of rows ask for one, or the first for all
 
   QUIRE_MEMBER f32 scale(int64_t index, int64_t column) const {
-    const int64_t at = index * kPanelColumns + column;
-    if (stored_scales == nullptr) return load(scales + at);
-    return has_halves ? load_halves(stored_scales + 2 * at) : load(reinterpret_cast<const bf16*>(stored_scales) + at);
+    if (stored_scales.numbers != nullptr) return stored_scales.of_group(first + index, column);
+    return load(scales + index * kPanelColumns + column);
   }
 };
 
@@ -76,9 +75,10 @@ struct QuantizedTile {
     const int64_t row_bytes = layout.bytes, scales_at = layout.scales_at, lacks_at = layout.lacks_at;
     const int64_t unit_rows = layout.group / kUnitBytes / (kHalves ? 2 : 1);
     const int64_t x_stride = row_bytes / int64_t(sizeof(XValue));
-    const int64_t ahead = piece.ahead;
-    const Ask ask = piece.ask;
+    const int64_t step = kUnitRowBytes / piece.shares;
     const char* units = piece.units + column * kUnitBytes;
+    const char* ahead = units + piece.ahead + piece.groups * unit_rows * step * piece.share;
+    const Ask ask = piece.ask;
     f32 sum[R][G];
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -98,7 +98,8 @@ struct QuantizedTile {
         for (int g = 0; g < G; ++g) acc[r][g] = lack;
       }
       for (int64_t unit = 0; unit < unit_rows; ++unit, units += kUnitRowBytes, x += kUnitBytes) {
-        ask_for<G * W* int(kUnitBytes) / 64>(ask, units + ahead);
+        ask_for<(G * W * kUnitBytes + 63) / 64>(ask, ahead);
+        ahead += step;
         multiply<R, G>(acc, units, x, x_stride, 0);
         if constexpr (kHalves) multiply<R, G>(acc, units, x + QuantizedShape::kBlock / 2, x_stride, 4);
       }

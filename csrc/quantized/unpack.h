@@ -84,6 +84,21 @@ struct NumberField {
   }
 };
 
+// Scales of a panel as they are stored: a half or bfloat16 for 2^shift groups, times a step for each group if there are
+// steps. Without numbers it is none.
+struct StoredScales {
+  const char *numbers = nullptr, *steps = nullptr;
+  bool are_halves = false;
+  int shift = 0;
+
+  QUIRE_MEMBER f32 of_group(int64_t group, int64_t column) const {
+    const char* from = numbers + 2 * ((group >> shift) * kPanelColumns + column);
+    const f32 number = are_halves ? load_halves(from) : load(reinterpret_cast<const bf16*>(from));
+    if (steps == nullptr) return number;
+    return number * __builtin_convertvector(load_integers<i8_lanes>(steps + group * kPanelColumns + column), f32);
+  }
+};
+
 // Where a panel's fields are, for one format.
 struct PanelReader {
   QuantizedShape shape;
@@ -110,7 +125,13 @@ struct PanelReader {
     } else {
       field.read<Number::kExponent, i8_lanes>(nullptr, scales);
     }
-    if (format.min == Number::kNone) return;
+    if (format.min != Number::kNone) read_mins(panel, begin, end, scales, mins);
+  }
+
+  // The mins alone; those of zero points need the scales.
+  QUIRE_MEMBER void read_mins(const char* panel, int64_t begin, int64_t end, const float* scales, float* mins) const {
+    const QuantizedFormat& format = shape.format;
+    const int64_t groups_per_number = format.base_group / format.group;
     const char* min_steps = format.has_steps ? panel + min_steps_at : nullptr;
     const NumberField min_field = {panel + mins_at, min_steps, groups_per_number, begin, end};
     if (format.min == Number::kHalf) {
@@ -125,11 +146,19 @@ struct PanelReader {
     return shape.format.bits == 4 && shape.format.table == nullptr && shape.format.group == QuantizedShape::kBlock;
   }
 
-  // Whether each group has a scale that one operation makes a float32, and no min.
-  QUIRE_MEMBER bool has_stored_scales() const {
+  // Whether tiles multiply by integers as they are stored, in whatever number of rows.
+  QUIRE_MEMBER bool is_plain() const { return has_plain_halves() || shape.format.bits == 8; }
+
+  // The scales as they are stored, where making a group's takes a few operations; else without numbers.
+  QUIRE_MEMBER StoredScales stored_scales(const char* panel) const {
     const QuantizedFormat& format = shape.format;
-    const bool is_cheap = format.scale == Number::kBFloat || (kHasHalves && format.scale == Number::kHalf);
-    return is_cheap && !format.has_steps && format.min == Number::kNone && format.base_group == format.group;
+    const int64_t groups_per_number = format.base_group / format.group;
+    const bool is_half = kHasHalves && format.scale == Number::kHalf;
+    const bool is_read = is_half || (format.scale == Number::kBFloat && (kHasHalves || format.min == Number::kNone));
+    const bool is_even = (groups_per_number & (groups_per_number - 1)) == 0 && (kHasHalves || groups_per_number == 1);
+    if (!is_read || !is_even || format.min == Number::kZeroPoint) return {};
+    return {panel, format.has_steps ? panel + steps_at : nullptr, is_half,
+            __builtin_ctzll(uint64_t(groups_per_number))};
   }
 
   // The units of blocks [begin, end) of fewer than 8 bits with a byte for each integer -> piece.
