@@ -95,7 +95,7 @@ def report(args: argparse.Namespace, what: dict[str, int], one_s: float, ranks_s
 
 
 def gathers() -> None:
-    """Print the time of a gather of two ranks, by the bytes that each adds: recorded, in threads with CPUs of their own."""
+    """Print the time of a gather of two ranks, by the bytes that each adds: recorded, in pinned threads."""
     slot, width = 512 * 1024, 256
     for num_bytes in (1024, 4096, 16384, 65536, 262144, 1048576):
         memory = os.memfd_create("ranks")

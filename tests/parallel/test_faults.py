@@ -157,7 +157,7 @@ def wait_until_gone(pids: list[int]) -> None:
 @pytest.fixture(scope="module")
 def door() -> Iterator[Door]:
     args = EngineArgs(**RANKS)
-    made = Door(make=lambda: AsyncLLM.from_args(args, hang_timeout_s=3.0))
+    made = Door(make=lambda: AsyncLLM.from_args(args, hang_timeout_s=8.0))
     yield made
     pid = made.llm.engine_pid
     assert pid is not None
