@@ -1,4 +1,4 @@
-"""Requests of every kind on several ranks: adapters, drafts, heads that draft, swapped blocks, and 250 mixed ones."""
+"""Requests of every kind on several ranks: adapters, drafts, heads that draft, swapped blocks, and many mixed ones."""
 
 import random
 from pathlib import Path
@@ -28,7 +28,7 @@ TINY: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks_override": 40}
 def test_mixed_requests_in_a_small_cache_equal_one_process(part: int) -> None:
     rng = random.Random(part)
     shared = [rng.randrange(3, mixed.VOCAB) for _ in range(mixed.LONGEST)]
-    count = 60 if part else 250
+    count = 40 if part else 250
     prompts = [mixed.any_prompt(rng, shared) for _ in range(count)]
     params = [mixed.any_params(rng) for _ in range(count)]
     given: dict[str, Any] = {"dtype": ("bfloat16", "float32")[part], "max_model_len": 64}

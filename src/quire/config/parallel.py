@@ -107,6 +107,11 @@ class ParallelConfig:
             raise ConfigError(f"data_parallel_size={self.data_parallel_size}: must be 1 to {MAX_ENGINES}")
         if not 1 <= self.tensor_parallel_size <= MAX_RANKS:
             raise ConfigError(f"tensor_parallel_size={self.tensor_parallel_size}: must be 1 to {MAX_RANKS}")
+        if self.backend == "ray" and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size}: an engine on a Ray cluster "
+                "(distributed_executor_backend='ray') is one process; leave it at 1"
+            )
 
     @property
     def executor_name(self) -> str:

@@ -214,7 +214,8 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     except OutOfMemoryError as error:
         is_saved, limit = config.model.quant_method == QUANT_METHOD, config.cache.memory_limit_bytes
         is_too_large = weights.num_bytes > machine_memory().limited(limit).limit_bytes
-        if config.model.weights_from_file != "auto" or not (weights.expert_bytes or is_saved or is_too_large):
+        can_stay = config.model.weights_from_file == "auto" and config.parallel.tensor_parallel_size == 1
+        if not can_stay or not (weights.expert_bytes or is_saved or is_too_large):
             raise
         if not is_saved:
             name, what = config.model.model, "experts" if weights.expert_bytes else "weights"

@@ -21,7 +21,6 @@ def check_ranks(config: EngineConfig) -> None:
         "models that pool texts (runner='pooling')": model.runner == "pooling",
         "modules of transformers (model_impl='transformers')": model.model_impl == "transformers",
         "weights that stay in a file (weights_from_file='always')": model.weights_from_file == "always",
-        "engines on a Ray cluster (distributed_executor_backend='ray')": config.parallel.backend == "ray",
     }
     for what, is_given in unsupported.items():
         if is_given:

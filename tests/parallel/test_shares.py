@@ -1,0 +1,137 @@
+"""How columns, heads, CPUs and memory are divided among ranks, and what is refused in one line before weights load."""
+
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire import ConfigError, EngineArgs
+from quire.common.errors import OutOfMemoryError
+from quire.config.kv_cache import AttentionSpec, LatentSpec, attention_spec
+from quire.config.kv_layout import kv_cache_config
+from quire.config.parallel import ParallelConfig, Shard, cut, key_heads, query_heads
+from quire.engine.routing.replicas import replica_args
+from quire.runner.memory_plan import plan_memory
+from quire.runner.parallel import placing
+from quire.runner.parallel.placing import rank_threads
+from tests.kernels.isas import needs_native
+
+
+def shards(num_ranks: int) -> list[Shard]:
+    return [Shard(rank, num_ranks) for rank in range(num_ranks)]
+
+
+@given(st.integers(1, 5000), st.integers(1, 64))
+def test_columns_are_divided_in_whole_panels_and_nearly_equal(size: int, num_ranks: int) -> None:
+    if size < num_ranks:
+        with pytest.raises(ConfigError, match=f"^tensor_parallel_size={num_ranks}: .* only {size} columns"):
+            cut(size, 32, num_ranks)
+        return
+    sizes = cut(size, 32, num_ranks)
+    assert sum(sizes) == size
+    assert min(sizes) > 0
+    unit = next(unit for unit in (32, 16, 8, 4, 2, 1) if all(s % unit == 0 for s in sizes[:-1]))
+    assert max(sizes) - min(sizes) < 2 * unit
+    assert unit == 32 or -(-size // (2 * unit)) < num_ranks
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 40))
+def test_each_head_of_queries_is_in_one_rank_with_the_keys_that_it_reads(keys: int, each: int, num_ranks: int) -> None:
+    try:
+        queries = [query_heads(keys * each, keys, shard) for shard in shards(num_ranks)]
+    except ConfigError as error:
+        assert num_ranks > keys and f"{keys * each} attention heads" in str(error)  # noqa: PT017, PT018
+        return
+    assert [head for start, end in queries for head in range(start, end)] == list(range(keys * each))
+    for (start, end), shard in zip(queries, shards(num_ranks), strict=True):
+        first, last = key_heads(keys, shard)
+        assert start < end
+        assert {head // each for head in range(start, end)} == set(range(first, last))
+        assert last - first == 1 or (end - start) == (last - first) * each
+
+
+def test_blocks_of_all_ranks_are_those_of_one_and_the_heads_that_are_kept_twice() -> None:
+    specs = [attention_spec(2, 64, "bfloat16"), attention_spec(2, 64, "bfloat16", 128), LatentSpec(64, 16, "float32")]
+    one = kv_cache_config(specs, 16, num_blocks=8)
+    two, three = (dataclasses.replace(one, num_ranks=num_ranks) for num_ranks in (2, 3))
+    latents = 16 * 80 * 4
+    assert (one.block_bytes, two.block_bytes) == (2 * 2 * 16 * 64 * 2, 2 * latents)
+    assert three.block_bytes == 3 * latents
+    assert two.bytes_per_token == one.bytes_per_token + 80 * 4
+    parts = [three.of_rank(shard) for shard in shards(3)]
+    assert {part.num_ranks for part in parts} == {1}
+    heads = [
+        group.spec.num_kv_heads for part in parts for group in part.groups if isinstance(group.spec, AttentionSpec)
+    ]
+    assert heads == [1] * len(heads)
+    assert kv_cache_config(specs, 16, num_bytes=6 * latents, num_ranks=2).num_blocks == 3
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "quota", "given", "expected"),
+    [
+        (8, None, {}, [(0, 1, 2), (3, 4, 5), (6, 7)]),
+        (8, None, {"num_threads": 2}, [(0, 1), (2, 3), (4, 5)]),
+        (8, None, {"num_threads": 3}, [3, 3, 3]),
+        (8, None, {"cpus": (1, 3, 5, 7)}, [(1, 3), (5,), (7,)]),
+        (8, 4.0, {}, [2, 1, 1]),
+        (2, None, {"num_threads": 1}, [1, 1, 1]),
+    ],
+)
+def test_ranks_have_cpus_of_their_own(
+    num_cpus: int, quota: Any, given: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cpus)), raising=False)
+    monkeypatch.setattr(placing, "neighbours_first", sorted)
+    monkeypatch.setattr(placing, "cpu_quota", lambda root: quota)
+    parallel = ParallelConfig(**{"num_threads": None, "tensor_parallel_size": 3} | given)
+    found = [rank_threads(parallel, shard) for shard in shards(3)]
+    assert [each.cpus or each.num_threads for each in found] == expected
+
+
+def test_engines_of_several_ranks_get_cpus_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr("quire.engine.routing.replicas.cpu_quota", lambda: None)
+    engines = replica_args(EngineArgs(data_parallel_size=2, tensor_parallel_size=2))
+    assert [len(engine.cpu_list.split(",")) for engine in engines if engine.cpu_list] == [4, 4]
+    with pytest.raises(ConfigError, match="2 engines of 6 threads need 12 CPUs, and 8 are available"):
+        replica_args(EngineArgs(data_parallel_size=2, tensor_parallel_size=2, num_threads=3))
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tensor_parallel_size": 6, "num_threads": 1}, "a layer has 4 attention heads, 2 for each of 2 heads of keys"),
+        ({"tensor_parallel_size": 64}, " ranks need a CPU each, and [0-9]+ are available: lower it, or let ranks"),
+        ({"tensor_parallel_size": 3, "cpu_list": "0"}, " ranks need a CPU each, and 1 are available"),
+        ({"runner": "pooling"}, "models that pool texts .runner='pooling'. run in one process each; leave it at 1"),
+        ({"model_impl": "transformers"}, "modules of transformers .model_impl='transformers'. run in one"),
+        ({"distributed_executor_backend": "ray"}, "an engine on a Ray cluster .* is one process; leave it at 1"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused(given: dict[str, Any], message: str) -> None:
+    args = {"tensor_parallel_size": 2, **({} if "tensor_parallel_size" in given else {"num_threads": 1}), **given}
+    with pytest.raises(
+        ConfigError, match=f"^tensor_parallel_size={args['tensor_parallel_size']}.*{message}"
+    ) as refused:
+        plan_memory(EngineArgs(**args))
+    assert "\n" not in str(refused.value)
+
+
+@needs_native
+def test_the_plan_counts_all_ranks_and_says_what_one_needs() -> None:
+    given: dict[str, Any] = {"num_threads": 1, "max_model_len": 64, "num_gpu_blocks_override": 40}
+    one, two = (plan_memory(EngineArgs(**given, tensor_parallel_size=num_ranks)) for num_ranks in (1, 2))
+    assert one.weight_bytes < two.weight_bytes < 1.1 * one.weight_bytes
+    assert one.kv_cache.total_bytes == two.kv_cache.total_bytes
+    assert one.activation_bytes < two.activation_bytes < 2.1 * one.activation_bytes
+    assert two.rank_bytes == -(-two.total_bytes // 2)
+    assert two.to_dict()["tensor_parallel_size"] == 2
+    assert "\nranks       2 processes, in which all this is counted; each needs about " in str(two)
+    assert "ranks" not in str(one)
+    with pytest.raises(OutOfMemoryError):
+        plan_memory(EngineArgs(**given, tensor_parallel_size=2, memory_limit=one.total_bytes))
