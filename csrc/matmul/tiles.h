@@ -111,7 +111,8 @@ static void finish_as(const ProductOut& to, int64_t row, int64_t rows, int64_t c
   };
   Out* out = static_cast<Out*>(to.out) + row * to.stride + column;
   int64_t j = 0;
-  for (; j + 2 * W <= columns; j += 2 * W) {  // whole cache lines of bf16, since rows may lie in a few sets of the cache
+  for (; j + 2 * W <= columns;
+       j += 2 * W) {  // whole cache lines of bf16, since rows may lie in a few sets of the cache
     const f32 first = bias(j, W), second = bias(j + W, W);
     for (int64_t r = 0; r < rows; ++r) {
       const f32 a = load(sums + r * stride + j), b = load(sums + r * stride + j + W);

@@ -1,8 +1,10 @@
 """LLM.embed and its siblings: what callers give and get."""
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from quire import (
     TokenizerError,
 )
 from quire.common.outputs import ClassificationRequestOutput, EmbeddingRequestOutput, ScoringRequestOutput
-from quire.interfaces import running
+from quire.interfaces import pooling, running
 
 from .models import BROKEN, NAN
 
@@ -186,6 +188,26 @@ def test_a_text_that_is_found_to_be_too_long_late_raises_too(encoder: LLM, monke
     with pytest.raises(PromptTooLongError, match="takes 48"):
         encoder.embed(["fine"] * 100 + ["word " * 100], use_tqdm=False)
     assert not encoder.engine.has_unfinished_requests()
+
+
+def test_texts_that_may_be_too_long_are_tokenized_on_several_cores(
+    encoder: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["word " * (9 + i % 7) for i in range(50)]
+    expected = [encoder.embed(text)[0].outputs.embedding for text in texts[:7]]
+    threads = set[str]()
+
+    def tokenized(*given: Any) -> Any:
+        threads.add(threading.current_thread().name.partition("_")[0])
+        return pooling.tokenized(*given)
+
+    monkeypatch.setattr(running, "_num_cores", lambda _: 3)
+    monkeypatch.setattr(running, "tokenized", tokenized)
+    outputs = encoder.embed(texts, use_tqdm=False)
+    assert [output.outputs.embedding for output in outputs] == [expected[i % 7] for i in range(50)]
+    assert "tokenize-texts" in threads
+    with pytest.raises(PromptTooLongError, match=r"^prompt 30: "):
+        encoder.embed([*texts[:30], "word " * 60, *texts[:9], "word " * 70], use_tqdm=False)
 
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{{ add_generation_prompt }}"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from quire.common.log import logger
 from quire.common.outputs import RequestOutput
 from quire.common.params import PoolingParams
 from quire.common.progress import BarChoice, PromptsBar, progress
+from quire.config.parallel import ParallelConfig
 from quire.engine.adapters import AnyAdapter
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.requests.input_processor import Prompt
@@ -23,6 +25,8 @@ from quire.interfaces.engine_processes import EngineProcesses
 from quire.interfaces.pooling import PIECE, Pair, Tokenized, may_be_too_long, tokenized
 from quire.interfaces.prompts import rejected
 
+_EARLY_PIECE = 8
+"""Texts that a thread tokenizes at a time before the first step."""
 Ready = Callable[[int], int]
 """Returns how many of the prompts can be added by now, given how many requests run. If none run, it waits."""
 
@@ -191,7 +195,8 @@ def run_pooling(
 
     whole = (place for place in range(len(prompts)) if params[place].truncate_prompt_tokens is None)
     long = [place for place in whole if may_be_too_long(inputs, prompts[place])]
-    early = _tokenized_early(long, tokenize, alone=alone, use_tqdm=use_tqdm) if long else {}
+    with progress("tokenizing", len(long), "text") if long and use_tqdm else nullcontext(lambda: None) as advance:
+        early = _tokenized_early(long, tokenize, _num_cores(engine.config.parallel), advance, alone=alone)
 
     def tokenize_others(places: Sequence[int]) -> list[Tokenized]:
         others = iter(tokenize([place for place in places if place not in early]))
@@ -208,20 +213,38 @@ def run_pooling(
 def _tokenized_early(
     places: Sequence[int],
     tokenize: Callable[[Sequence[int]], list[Tokenized]],
+    num_threads: int,
+    advance: Callable[[], object],
     *,
     alone: bool,
-    use_tqdm: BarChoice,
 ) -> dict[int, Tokenized]:
-    """The prompts at places whose texts may be too long. Raises PromptTooLongError."""
+    """The prompts at places whose texts may be too long, tokenized on all cores, since nothing is computed yet. Raises
+    PromptTooLongError for the first that is."""
+
+    def make(piece: Sequence[int]) -> list[Tokenized]:
+        return [_with_ids(made, partial(array, "i")) for made in tokenize(piece)]
+
+    pieces = [places[start : start + _EARLY_PIECE] for start in range(0, len(places), _EARLY_PIECE)]
     early = dict[int, Tokenized]()
-    with progress("tokenizing", len(places), "text") if use_tqdm else nullcontext(lambda: None) as advance:
-        for place in places:
-            (made,) = tokenize((place,))
-            if isinstance(made, PromptTooLongError):
-                raise made if alone else PromptTooLongError(f"prompt {place}: {made}")
-            early[place] = _with_ids(made, partial(array, "i"))
-            advance()
+    with ExitStack() as stack:
+        run: Callable[..., Iterator[list[Tokenized]]] = map
+        if len(pieces) > 1 and num_threads > 1:
+            pool = ThreadPoolExecutor(num_threads, "tokenize-texts")
+            stack.callback(pool.shutdown, cancel_futures=True)
+            run = pool.map
+        for piece, prompts in zip(pieces, run(make, pieces), strict=True):
+            for place, made in zip(piece, prompts, strict=True):
+                if isinstance(made, PromptTooLongError):
+                    raise made if alone else PromptTooLongError(f"prompt {place}: {made}")
+                early[place] = made
+                advance()
     return early
+
+
+def _num_cores(config: ParallelConfig) -> int:
+    """Cores that an engine uses, as far as the configuration and the system say."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return config.num_threads or len(config.cpus) or allowed
 
 
 def _with_ids(prompt: Tokenized, kind: Callable[[Any], Any]) -> Any:
