@@ -104,6 +104,40 @@ def drafted(drafter, seq, tenant: str = "a", most: int = 8) -> str:
     return "".join(map(chr, drafter.propose(group, seq, most).token_ids))
 
 
+def odds(drafter, seq) -> tuple[float, ...]:
+    return drafter.propose(SimpleNamespace(tenant="a", content_key=0), seq, 8).odds
+
+
+def test_what_is_forced_is_certain_and_what_was_drawn_once_is_not():
+    drafter, seq = ForcedTokens(), sequence("fffaffa")
+    assert odds(drafter, seq) == (1.0,) * 3
+    go_on(seq, "fffa")
+    assert odds(drafter, seq) == pytest.approx((1.0, 1.0, 1 / 1.5))
+
+
+def test_what_was_drawn_behind_the_same_token_counts_or_else_what_was_drawn_in_such_a_place():
+    drafter, seq = ForcedTokens(), sequence("a" * 60)
+    for letter in "x" * 10 + "y" * 4:
+        drafted(drafter, seq)
+        go_on(seq, letter)
+    assert drafted(drafter, seq, most=1) == "y"
+    assert odds(drafter, seq)[0] == pytest.approx(3 / 3.5), "three times behind another y"
+    seq.token_ids[-1] = ord("z")
+    assert drafted(drafter, seq, most=1) == "x"
+    assert odds(drafter, seq)[0] == pytest.approx(10 / 14.5)
+
+
+def test_the_latest_sixteen_tokens_of_a_place_are_remembered_and_of_equals_the_newest_is_drafted():
+    drafter, seq = ForcedTokens(), sequence("a" * 60)
+    for letter in "x" * 9 + "y" * 8:
+        drafted(drafter, seq)
+        go_on(seq, letter)
+    assert drafted(drafter, seq, most=1) == "y"
+    seq.token_ids[-1] = ord("z")
+    assert drafted(drafter, seq, most=1) == "y"
+    assert odds(drafter, seq)[0] == pytest.approx(8 / 16.5)
+
+
 def test_forced_tokens_are_drafted_up_to_the_first_choice():
     assert drafted(ForcedTokens(), sequence("fffaf")) == "fff"
     assert drafted(ForcedTokens(), sequence("fffaf"), most=2) == "ff"
@@ -131,7 +165,7 @@ def test_wrong_drafts_are_unlearned_and_teach_nothing_behind_them():
     assert drafted(drafter, seq) == "yyyyyyyy"
     kept = sorted(bytes(drawn).decode() for drawn in drafter._drawn.values())
     assert kept == ["x", "xy", "y"], "the places behind the wrong draft tell nothing"
-    assert drafter.propose(SimpleNamespace(tenant="a", content_key=0), seq, 1).odds[0] < 1.0
+    assert odds(drafter, seq) == pytest.approx((1 / 2.5,) * 8), "one of two times"
 
 
 def test_the_text_of_values_is_not_drafted():

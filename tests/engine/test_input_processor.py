@@ -2,15 +2,18 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
-from quire import BeamSearchParams, EngineArgs, SamplingParams
-from quire.common.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError
+from quire import BeamSearchParams, EngineArgs, PoolingParams, SamplingParams
+from quire.common.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError, RequestError
+from quire.common.lora import KnownAdapter
+from quire.common.params import PoolerInfo
 from quire.config.args import EngineConfig
 from quire.engine.requests import input_processor
 from quire.engine.requests.beam_search import BeamSearch
 from quire.engine.requests.input_processor import InputProcessor
-from quire.engine.requests.new_group import new_scoring_group
+from quire.engine.requests.new_group import new_group, new_scoring_group
 from quire.kv.prefix_cache.content_hash import ContentKey
 from quire.runner.memory_plan import plan_memory
 from tests.tokenizer.made import word_piece
@@ -170,6 +173,84 @@ def test_a_scoring_request_uses_only_the_prefixes_of_its_own_salt(inputs):
     group = new_scoring_group(inputs.scoring_request("a", context, [7, 8], 0.0), 3)
     assert group.content_key == ContentKey(cache_salt="salt")
     assert (group.order, group.seqs[0].token_ids) == (3, [5, 6, 7]), "what follows the last token is not wanted"
+
+
+# Adapters, predictions, pooling
+
+ADAPTER = KnownAdapter("name", 4, "/folder", "digest", 1, "given")
+
+
+def test_an_adapter_belongs_to_the_request_and_to_the_key_of_its_blocks(inputs):
+    prompt = {"prompt_token_ids": [5, 6], "cache_salt": "salt"}
+    params = SamplingParams(detokenize=False)
+    drawn = new_group(inputs, inputs.request("a", prompt, params, 0.0, ADAPTER), 3)
+    scored = new_scoring_group(inputs.scoring_request("a", prompt, [7], 0.0, ADAPTER), 3)
+    for group in (drawn, scored):
+        assert (group.adapter, group.content_key) == (ADAPTER, ContentKey("digest", "salt"))
+        assert group.outputs.lora_request == ADAPTER.request
+    plain = new_group(inputs, inputs.request("a", prompt, params, 0.0), 3)
+    assert (plain.adapter, plain.content_key, plain.outputs.lora_request) == (None, ContentKey("", "salt"), None)
+
+
+@pytest.mark.parametrize("prediction", ["ab", [97, 98]])
+def test_a_prediction_is_the_tokens_of_its_text(inputs, prediction):
+    params = SamplingParams(prediction=prediction, detokenize=False)
+    group = new_group(inputs, inputs.request("a", [5], params, 0.0), 3)
+    assert (group.prediction.tolist(), group.prediction.dtype) == ([97, 98], np.int32)
+    plain = inputs.request("a", [5], SamplingParams(detokenize=False), 0.0)
+    assert new_group(inputs, plain, 3).prediction is None
+
+
+def test_a_prediction_is_no_longer_than_the_context_and_has_tokens_of_the_model(inputs):
+    def checked(prediction: str | list[int]) -> list[int]:
+        params = SamplingParams(prediction=prediction, detokenize=False)
+        return inputs.request("a", [5], params, 0.0).outputs.params.prediction
+
+    assert len(checked([5] * 252)) == 252
+    with pytest.raises(InvalidParamsError, match="prediction has 253 tokens, and the context holds 252"):
+        checked([5] * 253)
+    with pytest.raises(InvalidParamsError, match=r"^prediction: the text has"):
+        checked("x" * 10_000)
+    with pytest.raises(InvalidParamsError, match=r"^prediction.*8192"):
+        checked([8192])
+
+
+def pooling_inputs(**fields: object) -> InputProcessor:
+    info = PoolerInfo(
+        **{"tasks": ("embed",), "whole_tasks": ("embed",), "max_whole_tokens": 99, "dimensions": 8} | fields
+    )
+    return InputProcessor(make_config(), LetterTokenizer(), info)
+
+
+def test_a_request_for_a_vector_has_all_that_its_prompt_and_params_say():
+    inputs, params = pooling_inputs(), PoolingParams(priority=2, tenant="t")
+    prompt = {"prompt_token_ids": [5, 6], "prompt": "text", "cache_salt": "salt", "token_type_ids": [0, 1]}
+    request = inputs.request("name", prompt, params, 12.5, ADAPTER)
+    group = new_group(inputs, request, 3)
+    (seq,), outputs = group.seqs, group.outputs
+    assert (group.request_id, group.order, group.tenant, group.params.priority) == ("name", 3, "t", 2)
+    assert (outputs.prompt, seq.token_ids, outputs.metrics.arrival_time) == ("text", [5, 6], 12.5)
+    assert (group.adapter, group.content_key) == (ADAPTER, ContentKey("digest", "salt"))
+    assert outputs.lora_request == ADAPTER.request
+    assert (seq.draws, seq.is_whole, seq.pooling) == ((), True, outputs.pooling)
+    assert (seq.pooling.spec.task, seq.pooling.num_tokens, seq.pooling.token_type_ids) == ("embed", 2, (0, 1))
+
+
+def test_a_model_that_pools_does_not_generate_or_score():
+    config = make_config()
+    pools = dataclasses.replace(config, model=dataclasses.replace(config.model, runner="pooling"))
+    inputs = InputProcessor(pools, LetterTokenizer())
+    with pytest.raises(RequestError, match="cannot generate"):
+        inputs.request("a", [5], SamplingParams(), 0.0)
+    with pytest.raises(RequestError, match="cannot generate"):
+        inputs.scoring_request("a", [5, 6], None, 0.0)
+
+
+def test_of_a_text_that_is_cut_at_its_end_only_the_start_is_read(in_pieces):
+    assert len(in_pieces.readable("x" * 5000, True, keeps_start=True)) < 5000
+    assert in_pieces.readable("ab" * 20, True, keeps_start=True) == "ab" * 20
+    with pytest.raises(PromptTooLongError):
+        in_pieces.readable("x" * 5000, False, keeps_start=True)
 
 
 # Params

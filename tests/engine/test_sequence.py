@@ -5,10 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from quire.common.batch import Draw
+from quire.common.batch import Draw, PoolSpec
+from quire.common.lora import KnownAdapter
 from quire.common.outputs import RequestMetrics
 from quire.common.params import SamplingParams
 from quire.engine.requests.output import OutputBuilder, SampleOutput
+from quire.engine.requests.pooling import PromptPooling
 from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
 
 FIRST, SECOND = (Draw(1.0, 0, 1.0, b"", index) for index in range(2))
@@ -98,6 +100,45 @@ def test_a_resumed_request_emits_only_what_comes_after_the_tokens_that_were_emit
     seq.extend([10])
     delta = seq.output.to_completion(delta=True)
     assert (delta.token_ids, delta.text) == ([10], "new text")
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_text_that_is_pooled_whole_takes_nothing_from_the_cache(is_whole):
+    pooling = PromptPooling(PoolSpec("embed"), 3, is_whole=is_whole)
+    seq = Sequence(5, [1, 2, 3], (), SampleOutput(SamplingParams()), pooling=pooling)
+    assert (seq.is_whole, seq.max_cached_tokens) == (is_whole, 0 if is_whole else None)
+    assert (make_sequence(1).is_whole, make_sequence(1).max_cached_tokens) == (False, None)
+
+
+def test_a_scored_prompt_takes_no_more_from_the_cache_than_its_scores_allow():
+    scores = SimpleNamespace(max_cached_tokens=2)
+    seq = Sequence(5, [1, 2, 3], (), SampleOutput(SamplingParams()), scores)
+    assert seq.max_cached_tokens == 2
+
+
+def test_accepted_drafts_are_counted_from_the_first_token_of_a_delta():
+    output = make_sequence(1).output
+    output.token_ids, output.accepted_drafts = [10, 11, 12, 13, 14], [1, 2, 4]
+    assert [output.drafts_from(start) for start in range(6)] == [[1, 2, 4], [0, 1, 3], [0, 2], [1], [0], []]
+    assert output.fork(1).accepted_drafts == [1, 2, 4]
+    assert output.to_completion(delta=True).accepted_drafts == [1, 2, 4]
+    output.token_ids += [15, 16]
+    output.accepted_drafts += [6]
+    assert output.to_completion(delta=True).accepted_drafts == [1]
+    assert output.to_completion().accepted_drafts == [1, 2, 4, 6]
+
+
+def test_an_output_has_the_vector_and_names_the_adapter():
+    pooling, vector = PromptPooling(PoolSpec("embed"), 3, is_whole=False), np.ones(2, np.float32)
+    params, adapter = SamplingParams(), KnownAdapter("name", 4, "/folder", "digest", 1, "given")
+    seq = Sequence(5, [1, 2, 3], (), SampleOutput(params), pooling=pooling)
+    group = SequenceGroup(OutputBuilder("name", [1, 2, 3], params, 0.0, pooling=pooling, adapter=adapter), seq)
+    pooling.result = vector
+    seq.finish(SequenceStatus.FINISHED_STOPPED)
+    assert group.to_output().pooled is vector
+    assert group.to_output().lora_request == group.to_failed_output().lora_request == adapter.request
+    plain = make_group(make_sequence(1)).to_output()
+    assert (plain.pooled, plain.lora_request) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -251,6 +251,14 @@ def test_a_step_waits_for_the_first_compilation(queue, monkeypatch):
     assert calls == [(queue.compiler.futures, 0.25, FIRST_COMPLETED)]
 
 
+@pytest.mark.parametrize(("wait_s", "num_known", "waits"), [(0.25, 0, True), (0.25, 1, False), (0.0, 0, False)])
+def test_it_waits_only_if_it_is_asked_to_and_nothing_else_runs(queue, monkeypatch, wait_s, num_known, waits):
+    calls = []
+    monkeypatch.setattr(queue, "wait", calls.append)
+    queue.admit(Requests([request()] * num_known), wait_s)
+    assert calls == [wait_s] * waits
+
+
 def test_grammars_are_compiled_while_their_sources_fit_into_memory_together(queue, monkeypatch):
     groups = [request(choice) for choice in ("a" * 9, "b" * 20, "c" * 30, "d")]
     monkeypatch.setattr(grammar_queue, "MAX_BYTES_IN_USE", num_bytes(groups[0]) + num_bytes(groups[1]))

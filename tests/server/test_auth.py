@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from quire.common.errors import ConfigError
 from quire.server.config import ServerArgs
-from quire.server.http.auth import Administration, AllowedHosts, ApiKeys, Authentication, checks_hosts
+from quire.server.http.auth import (
+    Administration,
+    AllowedHosts,
+    ApiKeys,
+    Authentication,
+    callers_are_one_tenant,
+    checks_hosts,
+)
 from quire.server.http.errors import ApiError
 from quire.server.http.state import begin_request, context_of
 
@@ -237,5 +244,16 @@ def test_administration_requires_a_key_and_that_there_is_one():
     for headers in ((), ((b"x-api-key", b"bos"),), ((b"authorization", b"Bearer Boss"),)):
         with pytest.raises(ApiError, match="requires an admin key") as raised:
             call(guarded, *headers)
-        assert (raised.value.status, raised.value.headers["www-authenticate"]) == (401, "Bearer")
+        assert (raised.value.status, raised.value.code) == (401, "invalid_admin_key")
+        assert raised.value.headers == {"www-authenticate": "Bearer"}
     assert call(guarded, (b"x-api-key", b"boss")).tenant == "key-1"
+
+
+def test_callers_with_one_key_or_on_this_machine_without_keys_are_one_tenant():
+    none, one, two = (ApiKeys.load(ServerArgs(api_key=keys), {}) for keys in ((), ("a",), ("a", "b")))
+    assert [len(keys) for keys in (none, one, two)] == [0, 1, 2]
+    for args, expected in (
+        (ServerArgs(), [True, True, False]),
+        (ServerArgs(host="0.0.0.0", allow_unauthenticated=True), [False, True, False]),
+    ):
+        assert [callers_are_one_tenant(args, keys) for keys in (none, one, two)] == expected

@@ -222,6 +222,31 @@ def padded(num_bytes: int) -> bytes:
     return b'{"name": "a"}'.ljust(num_bytes)
 
 
+@pytest.mark.parametrize(
+    ("path", "headers", "is_accepted"),
+    [
+        ("/api/chat", {}, True),
+        ("/api/chat", {"origin": "http://page"}, False),
+        ("/v1/completions", {}, False),
+        ("/v1/api/", {}, False),
+    ],
+)
+def test_curl_needs_to_name_no_type_where_clients_of_ollama_call(path, headers, is_accepted):
+    """A browser's form, which another site's page may send, has the same type and an origin."""
+    sending = Sending(padded(20), headers={"content-type": "application/x-www-form-urlencoded"} | headers)
+    sending.scope["path"] = path
+    if is_accepted:
+        assert sending.read().name == "a"
+    else:
+        assert sending.refusal().status == 415
+
+
+def test_other_types_are_refused_of_clients_of_ollama_too():
+    sending = Sending(padded(20), headers={"content-type": "text/plain"})
+    sending.scope["path"] = "/api/chat"
+    assert sending.refusal().status == 415
+
+
 def test_the_bytes_of_a_body_count_only_while_it_is_read():
     sending = Sending(b'{"name":', b' "a", "nme": 1, ', b'"more": 2}')
     sending.state.num_body_bytes = 7

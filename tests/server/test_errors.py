@@ -46,6 +46,12 @@ def test_the_type_follows_from_the_status(status, openai, anthropic):
     }  # fmt: skip
 
 
+def test_clients_of_ollama_find_the_text_alone():
+    assert body(ApiError(404, "no", param="n", code="c"), "/api/chat") == {"error": "no"}
+    assert body(ApiError(404, "no"), "/v1/api/chat")["error"]["message"] == "no"
+    assert body(ApiError(400, "x" * (MAX_MESSAGE_LEN + 1)), "/api/chat") == {"error": "x" * MAX_MESSAGE_LEN + "..."}
+
+
 def test_a_response_has_all_details_of_the_error():
     error = ApiError(429, "later", type="own", param="n", code="busy", headers={"retry-after": "5"})
     answer = error.to_response(OPENAI)
@@ -76,6 +82,7 @@ def test_an_invalid_request_is_a_400_that_names_the_field():
         (PromptTooLongError("300 tokens"), 400, "prompt", "context_length_exceeded"),
         (InvalidPromptError("it is empty"), 400, "prompt", None),
         (InvalidPromptError("messages[2]: no role"), 400, "messages[2]", None),
+        (InvalidPromptError("input[0]: it is empty"), 400, "input[0]", None),
         (InvalidParamsError("temperature=-1: must be more"), 400, "temperature", None),
         (InvalidParamsError("beam_width=0: must be more"), 400, "n", None),
         (InvalidParamsError("tenant='x': too long"), 400, "user", None),
