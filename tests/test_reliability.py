@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -31,6 +32,15 @@ def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.stdout, done.stderr
     return done
+
+
+def test_every_program_has_its_section_of_the_page() -> None:
+    found = [re.findall(r'\brecord\("([^"]+)"', path.read_text()) for path in (ROOT / "reliability").glob("*.py")]
+    sections = [section for each in found for section in each]
+    assert "engine_kills" in sections
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    for section in sections:
+        assert f"<!-- {section}: written by the command -->" in page, section
 
 
 @pytest.mark.slow

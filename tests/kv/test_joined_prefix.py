@@ -3,7 +3,7 @@
 from quire.kv.place import DEVICE, Place
 from quire.kv.prefix_cache.stats import HitSource
 
-from .managers import compute, do_step, end, make_manager, run
+from .managers import compute, copies, do_step, end, make_manager, run
 
 TOKENS = list(range(13))
 
@@ -32,6 +32,29 @@ def test_the_blocks_that_are_full_at_the_end_of_the_step_are_joined():
     manager.publish(0, TOKENS, 8)
     manager.publish(1, TOKENS, 13)
     end(manager, 0, 1)
+
+
+def test_a_sequence_whose_blocks_were_joined_keeps_them_when_drafts_follow():
+    """Its first block is partly copied. No other copy may take its place, since the other sequence reads this one."""
+    manager = make_manager(12)
+    run(manager, 0, TOKENS[:3])
+    manager.advance()
+    assert manager.allocate(manager.look_up(1, TOKENS)) == 3
+    manager.append(1, 3, 12)
+    hit = manager.look_up(2, TOKENS)
+    assert hit.num_blocks == 3
+    assert manager.allocate(hit) == 12
+    before, waiting = list(manager.block_tables(1)[0]), copies(manager, 1)
+    assert manager.can_append(1, 3, 16, num_left=manager.pool.num_free_blocks - 1)
+    manager.append(1, 3, 16)
+    assert list(manager.block_tables(1)[0][:3]) == before == list(manager.block_tables(2)[0])
+    assert copies(manager, 1) == waiting
+    manager.append(2, 12, 13)
+    manager.check_integrity()
+    do_step(manager, 0, 1, 2)
+    manager.publish(1, TOKENS, 12)
+    manager.publish(2, TOKENS, 13)
+    end(manager, 0, 1, 2)
 
 
 def test_a_block_that_is_not_full_by_then_is_awaited():

@@ -130,3 +130,21 @@ def test_beams_and_processors_take_no_drafts(params: dict[str, object], monkeypa
     while llm.engine.has_unfinished_requests():
         llm.engine.step()
     assert not asked
+
+
+def test_drafts_of_a_request_whose_prefix_another_joins_in_the_same_step_change_no_bit() -> None:
+    """Of the first block they compute only a part, since a third request has the rest."""
+    llm = LLM(num_gpu_blocks_override=32, num_threads=1, speculative_config={"adaptive": False})
+    prompt = [*range(100, 130)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    (alone,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+    expected = alone.outputs[0]
+    assert llm.engine.reset_prefix_cache()
+    llm.generate({"prompt_token_ids": prompt[:7]}, SamplingParams(max_tokens=1), use_tqdm=False)
+    predicted = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, prediction=expected.text)
+    given = [{"prompt_token_ids": prompt} for _ in range(2)]
+    outputs = llm.generate(given, [predicted, params], use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == [list(expected.token_ids)] * 2
+    assert outputs[0].num_cached_tokens == 7
+    assert outputs[1].num_cached_tokens == 16, "it joins a block"
+    assert outputs[0].metrics.num_drafts

@@ -209,10 +209,11 @@ class BlockSpaceManager:
     def _shared_write_groups(self, blocks: SequenceBlocks, num_computed: int) -> list[int]:
         """The groups whose partly computed block the next tokens would write into while others hold it.
 
-        Those that hold it only to copy its first slots do so before anything is written.
+        Those that hold it only to copy its first slots do so before anything is written. Those that have joined it in
+        this step, after tokens were given to the sequence, read what this step writes.
         """
         index, offset = divmod(num_computed, self.block_size)
-        if not offset:
+        if not offset or blocks.scheduled_step == self.step:
             return []
         counts, sources = self.pool.ref_counts, self._copies.sources
         last = [(g, blocks.tables[g][index]) for g in self._token_groups]
