@@ -35,6 +35,16 @@ static float largest_of(const T* row, int64_t k) {
   return reduce_max(max(largest[0], largest[1])) + reduce_add(poison[0] + poison[1]);
 }
 
+// What the sum of a group's products begins with: minus its values, whose sum is `total`, times what the format or the
+// products subtract from stored integers.
+QUIRE_INLINE int32_t lack_of([[maybe_unused]] f32 values, int32_t total, const QuantizedRow& layout) {
+  const int32_t zero = int32_t(layout.zero);
+#if defined(QUIRE_SIMD_AVX2) && !defined(__AVXVNNI__)
+  if (!layout.has_bytes) return start_of_halves(values, layout.bits == 4 ? zero : 1 << (layout.bits - 1));
+#endif
+  return -total * (zero - ByteSums::kZero);
+}
+
 // A value is x * (127 / largest) to the nearest (even) integer, the scale largest / 127. A group that holds something
 // not finite has the scale NaN.
 template <typename T>
@@ -71,7 +81,7 @@ static void quantize_row(const T* x, const int32_t* order, const QuantizedRow& l
     }
     const float total = reduce_add(sums_of[0] + sums_of[1]);
     scales[group] = scale;
-    lacks[group] = -int32_t(total) * int32_t(layout.zero);
+    lacks[group] = lack_of(sums_of[0] + sums_of[1], int32_t(total), layout);
     if (layout.has_mins) sums[group] = total * scale;
   }
 }
@@ -105,25 +115,52 @@ static void add_mins(const char* rows, int64_t num_rows, const QuantizedRow& lay
   }
 }
 
+// Asks, in the tile at `vector` of one of `row_blocks` blocks of rows, for that pass's share of the panel that follows.
+QUIRE_INLINE void share_reading(WeightPiece& piece, int64_t piece_bytes, int64_t block, int64_t row_blocks,
+                                int64_t vector, int64_t width) {
+  const int64_t passes_of_block = kVectorsPerPanel / width, passes = row_blocks * passes_of_block;
+  const int64_t pass = block * passes_of_block + vector / width;
+  piece.ahead = piece_bytes + piece_bytes * pass / passes - vector * W * kUnitBytes;
+  piece.step = kUnitRowBytes / passes;
+}
+
+// Adds the products of a task's rows and a piece of a panel to their sums.
+static void multiply_piece(const char* rows, int64_t num_rows, const PanelReader& reader, const QuantizedRow& layout,
+                           WeightPiece& piece, float* sums) {
+  const QuantizedFormat& format = reader.shape.format;
+  const bool is_whole = layout.group > QuantizedShape::kBlock, has_halves = reader.has_plain_halves();
+  const bool is_plain = has_halves || format.bits == 8 || piece.is_unpacked;
+  const TileShape& shape = is_whole ? kByteShape : kGroupedShape;
+  const int64_t row_blocks = ceil_div(num_rows, shape.rows), piece_bytes = piece.groups * layout.group * kPanelColumns;
+  const bool is_shared = kSharesReading && is_whole && row_blocks > 1 && piece_bytes <= kMostShared;
+  for (int64_t block = 0; block < row_blocks; ++block) {
+    const int64_t row = block * num_rows / row_blocks, height = (block + 1) * num_rows / row_blocks - row;
+    for_tiles(shape, height, 1, [&](int64_t vector, int64_t width) {
+      if (is_shared) share_reading(piece, piece_bytes, block, row_blocks, vector, width);
+      const RunTile* run = quantized_tile(format, is_plain, has_halves, height, width);
+      run(rows + row * layout.bytes, layout, piece, vector * W, sums + row * kPanelColumns);
+    });
+  }
+}
+
 // The sums of a task's rows and one panel. Pieces of the panel are unpacked once for all of them.
 static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader& reader, const QuantizedRow& layout,
                            const char* panel, float* sums) {
   alignas(64) char bytes[kPieceK * kPanelColumns];
   alignas(64) float scales[kPieceGroups * kPanelColumns], mins[kPieceGroups * kPanelColumns];
   alignas(64) float minuses[kTaskRows * kPanelColumns];
-  const int64_t num_sums = num_rows * kPanelColumns, row_bytes = layout.bytes;
+  const int64_t num_sums = num_rows * kPanelColumns;
   for (int64_t i = 0; layout.groups == 0 && i < num_sums; i += W) store(sums + i, set1(0));
   if (layout.has_mins) {
     for (int64_t i = 0; i < num_sums; i += W) store(minuses + i, set1(0));
   }
-  const bool has_halves = reader.has_plain_halves(), is_plain = has_halves || reader.shape.format.bits == 8;
+  const bool is_plain = reader.has_plain_halves() || reader.shape.format.bits == 8;
   const bool has_stored_scales = reader.has_stored_scales();
-  const int64_t row_blocks = ceil_div(num_rows, layout.group > QuantizedShape::kBlock ? kTileRows : kGroupedRows);
   // Integers are unpacked for all rows, or by the only tile.
-  const bool is_unpacked = !is_plain && (row_blocks > 1 || !kOverlaps);
+  const bool is_unpacked = !is_plain && (num_rows > kGroupedShape.rows || !kUnpacksInRegisters);
   const int64_t piece_groups = layout.group > kPieceK ? 1 : kPieceK / layout.group;
-  // The tiles ask for what lies kBytesAhead of the integers they read: all but these lines, as they skip the fields.
-  for (int64_t at = 0; at < reader.integers_at; at += 64) __builtin_prefetch(panel + kBytesAhead + at, 0, 2);
+  // The tiles ask for what lies kPanelAhead of the integers they read: all but these lines, as they skip the fields.
+  for (int64_t at = 0; at < reader.integers_at; at += 64) __builtin_prefetch(panel + kPanelAhead + at, 0, 2);
   for (int64_t first = 0; first < layout.groups; first += piece_groups) {
     const int64_t end = smaller(first + piece_groups, layout.groups);
     if (!has_stored_scales) reader.read_scales(panel, first, end, scales, mins);
@@ -132,26 +169,21 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
     const char* stored = panel + reader.integers_at;
     const char* units = is_unpacked ? reader.unpack(panel, begin_block, end_block, bytes)
                                     : stored + begin_block * reader.shape.block_bytes();
-    // Unpacking has asked for kBytesAhead behind the piece.
+    // Unpacking has asked for kPanelAhead behind the piece.
     const char* behind = is_unpacked ? stored + end_block * reader.shape.block_bytes() : units;
     const bf16* stored_scales = reinterpret_cast<const bf16*>(panel) + first * kPanelColumns;
-    const WeightPiece piece = {units,
-                               has_stored_scales ? stored_scales : nullptr,
-                               scales,
-                               mins,
-                               reader.shape.format.table,
-                               bytes,
-                               first,
-                               end - first,
-                               behind - units + kBytesAhead,
-                               is_unpacked};
-    for (int64_t block = 0; block < row_blocks; ++block) {
-      const int64_t row = block * num_rows / row_blocks, height = (block + 1) * num_rows / row_blocks - row;
-      for_tiles<QuantizedTile<false>>(height, 1, [&](int64_t vector, int64_t width) {
-        const RunTile* run = quantized_tile(reader.shape.format, is_plain || is_unpacked, has_halves, height, width);
-        run(rows + row * row_bytes, layout, piece, vector * W, sums + row * kPanelColumns);
-      });
-    }
+    WeightPiece piece = {units,
+                         has_stored_scales ? stored_scales : nullptr,
+                         scales,
+                         mins,
+                         reader.shape.format.table,
+                         bytes,
+                         first,
+                         end - first,
+                         behind - units + kPanelAhead,
+                         kUnitRowBytes,
+                         is_unpacked};
+    multiply_piece(rows, num_rows, reader, layout, piece, sums);
     if (layout.has_mins) add_mins(rows, num_rows, layout, piece, minuses);
   }
   if (layout.has_mins) {
