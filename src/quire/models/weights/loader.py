@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire import kernels
 from quire.common.errors import CheckpointError, KernelError, UnsupportedModelError
 from quire.common.faults import fault_point
 from quire.common.log import logger
@@ -65,7 +66,8 @@ def load_model(config: ModelConfig) -> Model:
         for layer in loader.layers:
             loader.fill(layer)
             advance(loader.num_bytes(layer))
-    logger.info("loaded %s in %.2f s", config.model, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    logger.info("loaded %s in %.2f s, to run with the kernels %s", config.model, seconds, kernels.isa())
     return model.eval()
 
 
