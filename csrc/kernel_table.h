@@ -240,7 +240,7 @@ struct ExpertTable {
 
 struct ProbeTable {
   void (*read_memory)(const void* data, int64_t bytes);
-  int64_t (*multiply_in_registers[kNumDTypes + 1])(int64_t rounds);  // the last: bytes
+  int64_t (*multiply_in_registers[kNumDTypes + 2])(int64_t rounds);  // the last: weights of 8 and of 4 bits
 };
 
 struct KernelTable {

@@ -17,6 +17,7 @@ from quire.kernels.weights import INTEGER_FORMATS, PackedWeight, QuantizedWeight
 
 PLAIN = ("bfloat16", "float32")
 FORMATS = (*PLAIN, *kernels.QUANTIZED_FORMATS, *kernels.BLOCK_FORMATS, *INTEGER_FORMATS)
+BYTES = ("int8", "q8_0", "u8", "iq4", "mxfp4")  # multiply as int8 does, the others as int4
 SCALES = {"half": torch.float16, "bfloat": torch.bfloat16, "float": torch.float32}
 
 
@@ -47,7 +48,7 @@ def measure(format: str, rows: list[int], args: argparse.Namespace) -> list[dict
     for count in rows:
         x = torch.randn(count, args.k, dtype=torch.float32 if format == "float32" else torch.bfloat16)
         out = [partial(kernels.matmul, x, weight) for weight in weights]
-        limit = format if format in PLAIN else "int8"
+        limit = format if format in PLAIN else "int8" if format.startswith(BYTES) else "int4"
         row = compare(out, first.nbytes, 2 * count * args.n * args.k, limit, args.seconds)
         ns = row["us"] * 1e3 * 1024 / (args.n * args.k)
         kept = {name: row[name] for name in ("gb_per_s", "limit", "of_limit")}

@@ -28,9 +28,24 @@ static void read_memory(const void* data, int64_t bytes) {
 
 QUIRE_INLINE f32 multiply_ones(f32 acc, f32 factor, const float*) { return fma(factor, factor, acc); }
 QUIRE_INLINE f32 multiply_ones(f32 acc, f32 factor, const bf16*) { return dot2(acc, (pairs)factor, (pairs)factor); }
-QUIRE_INLINE f32 multiply_ones(f32 acc, f32 factor, const int8_t*) {
-  const Quads w = weight_quads(as_int(factor));
-  return as_float(dot4(as_int(acc), w, w));
+// Products of bytes; kSteps: those of weights of 4 bits, a group at a time.
+template <typename Sums, int kSteps>
+QUIRE_INLINE f32 multiply_quads(f32 acc, f32& factor) {
+  const auto w = Sums::weights(as_int(set1(1)));
+  i32 sum = kSteps == 1 ? as_int(acc) : i32{};
+  QUIRE_UNROLL
+  for (int step = 0; step < kSteps; ++step) {
+    keep_in_register(factor);  // equal products would be computed once
+    sum = Sums::add(sum, w, some_quad(as_int(factor)));
+  }
+  return as_float(kSteps == 1 ? sum : as_int(acc) + Sums::total(sum, i32{}));
+}
+struct Nibble {
+  char bits;
+};
+QUIRE_INLINE f32 multiply_ones(f32 acc, f32& factor, const int8_t*) { return multiply_quads<ByteSums, 1>(acc, factor); }
+QUIRE_INLINE f32 multiply_ones(f32 acc, f32& factor, const Nibble*) {
+  return multiply_quads<SumsOf<4, false>, 8>(acc, factor);
 }
 
 // Runs `rounds` rounds of independent multiply-adds in registers on every thread; returns how many operations that is
@@ -57,12 +72,13 @@ static int64_t multiply_in_registers(int64_t rounds) {
     for (int i = 0; i < kChains; ++i) keep_in_register(acc[i]);
   };
   parallel_for(num_threads(), task);
-  return int64_t{kChains} * W * 8 / int64_t(sizeof(T));
+  return int64_t{kChains} * W * 8 / int64_t(sizeof(T)) * (std::is_same_v<T, Nibble> ? 8 : 1);
 }
 
 static constexpr ProbeTable kProbe = {
     .read_memory = read_memory,
-    .multiply_in_registers = {multiply_in_registers<float>, multiply_in_registers<bf16>, multiply_in_registers<int8_t>},
+    .multiply_in_registers = {multiply_in_registers<float>, multiply_in_registers<bf16>, multiply_in_registers<int8_t>,
+                              multiply_in_registers<Nibble>},
 };
 
 }  // namespace quire::QUIRE_ISA

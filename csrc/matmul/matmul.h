@@ -13,9 +13,9 @@ constexpr int64_t kStageBytes =
     24 * 1024;                        // one block of rows of x, for one block of k: stays in the first-level cache
 constexpr int64_t kBlockUnits = 512;  // most units of k per block when blocks are used again: those of kTaskPanels
                                       // panels are then 512 KiB in all and stay in the second-level cache
-// Up to this number of rows, panels pass through all rows while they are near (small tiles read no faster than they
-// multiply).
-constexpr int64_t kSharedRows = kTileRows * (kTileRows > 8 ? 4 : 1);
+// Up to this number of rows, panels pass through all rows while they are near (the portable variant's small tiles read
+// no faster than they multiply).
+constexpr int64_t kSharedRows = kTileRows * (W >= 8 ? 4 : 1);
 constexpr int64_t kSharedPanels = 2;       // at a time
 constexpr int64_t kSharedTaskPanels = 32;  // panels for which rows of x are staged once
 static_assert(kSharedRows * kSharedTaskPanels <= kTaskRows * kTaskPanels);
@@ -94,7 +94,7 @@ QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stri
 // Runs R rows of x through `units` units of k of G vectors of columns: from zero, or on from the parked sums.
 template <typename T>
 struct PackedTile {
-  static constexpr int kMost = kMaxVectors, kMostRows = kTileRows;
+  static constexpr TileShape kShape = kTileShape;
 
   template <Ask kAsk, int R, int G>
   QUIRE_INLINE void multiply(f32 (&acc)[R][G], const Staged<T>* x, int64_t x_stride, const char* const (&panels)[G],
@@ -206,7 +206,7 @@ static void run_part(const MatmulArgs& args, const ProductTask& task, const Task
                      int64_t x_stride, float* sums, int64_t sums_stride) {
   const int64_t panel_bytes = ceil_div(args.weight.k, kPerUnit<T>) * kUnitRowBytes;
   const char* weight = args.weight.data + (task.panel + part.panel) * panel_bytes + part.unit * kUnitRowBytes;
-  for_tiles<PackedTile<T>>(part.rows, part.panels, [&](int64_t vector, int64_t width) {
+  for_tiles(kTileShape, part.rows, part.panels, [&](int64_t vector, int64_t width) {
     expect_out(args.to, task.row + part.row, part.rows, (task.panel + part.panel) * kPanelColumns + vector * W);
     const char* panel = weight + vector / kVectorsPerPanel * panel_bytes;
     tile_function<PackedTile<T>>(part.rows, width)(x, x_stride, panel + vector % kVectorsPerPanel * W * kUnitBytes,

@@ -13,19 +13,29 @@ namespace quire::QUIRE_ISA {
 
 constexpr int64_t kVectorsPerPanel = kPanelColumns / W;
 
-// The largest tile of accumulators, kTileRows x kTileVectors, fills the registers; fewer rows take more columns, where
-// that hides latency: within a panel at best, since processors fetch one stream ahead better than two.
+// The largest tile of accumulators, rows x vectors, fills the registers; fewer rows take more columns, up to `most`
+// vectors, where that hides latency: within a panel at best, since processors fetch one stream ahead better than two.
+struct TileShape {
+  int rows, vectors, most;
+
+  // Vectors of columns a tile of `count` rows takes: the largest power of two that fits the registers.
+  constexpr int width(int count) const {
+    int wide = vectors;
+    while (wide * 2 <= most && wide * 2 * count <= rows * vectors) wide *= 2;
+    return wide;
+  }
+};
+
 #if defined(__AVX512BF16__)
-constexpr int kTileRows = 12, kTileVectors = 2, kMaxVectors = 2;
+constexpr TileShape kTileShape = {12, 2, 2};
 #elif defined(QUIRE_SIMD_AVX512)
-constexpr int kTileRows = 12, kTileVectors = 2, kMaxVectors = 8;
+constexpr TileShape kTileShape = {12, 2, 8};
 #elif defined(__aarch64__)
-constexpr int kTileRows = 5, kTileVectors = 4, kMaxVectors = 4;
+constexpr TileShape kTileShape = {5, 4, 4};
 #else
-constexpr int kTileRows = 4, kTileVectors = 2, kMaxVectors = 4;
+constexpr TileShape kTileShape = {4, 2, 4};
 #endif
-constexpr int kAccumulators = kTileRows * kTileVectors;
-constexpr int kPanelVectors = kMaxVectors < kVectorsPerPanel ? kMaxVectors : int(kVectorsPerPanel);
+constexpr int kTileRows = kTileShape.rows;
 
 constexpr int64_t kTaskPanels = 8;
 constexpr int64_t kTaskRows = 16 * kTileRows;
@@ -34,34 +44,28 @@ constexpr int64_t kInlineProducts = 128 * 1024;  // done before a sleeping worke
 QUIRE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 QUIRE_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Vectors of columns a tile of `rows` rows takes: the largest power of two, up to `most`, that fits the registers.
-constexpr int tile_vectors(int rows, int most) {
-  int vectors = kTileVectors;
-  while (vectors * 2 <= most && vectors * 2 * rows <= kAccumulators) vectors *= 2;
-  return vectors;
-}
-
-// Tile::run<R, G> for these numbers of rows, up to Tile::kMostRows, and vectors, up to tile_vectors(rows, Tile::kMost).
+// Tile::run<R, G> for these numbers of rows and vectors, which Tile::kShape has.
 template <typename Tile, int R = 1>
 static auto tile_function(int64_t rows, int64_t vectors) {
-  if constexpr (R < Tile::kMostRows) {
+  constexpr TileShape kShape = Tile::kShape;
+  if constexpr (R < kShape.rows) {
     if (rows > R) return tile_function<Tile, R + 1>(rows, vectors);
   }
-  if constexpr (tile_vectors(R, Tile::kMost) >= 8) {
+  constexpr int kWidth = kShape.width(R);
+  if constexpr (kWidth >= 8) {
     if (vectors >= 8) return &Tile::template run<R, 8>;
   }
-  if constexpr (tile_vectors(R, Tile::kMost) >= 4) {
+  if constexpr (kWidth >= 4) {
     if (vectors >= 4) return &Tile::template run<R, 4>;
   }
   return &Tile::template run<R, 2>;
 }
 
-// Calls call(vector, width) for tiles of up to tile_vectors(rows, Tile::kMost) vectors that together cover `panels`
-// panels.
-template <typename Tile, typename Call>
-QUIRE_INLINE void for_tiles(int64_t rows, int64_t panels, const Call& call) {
+// Calls call(vector, width) for tiles of up to shape.width(rows) vectors that together cover `panels` panels.
+template <typename Call>
+QUIRE_INLINE void for_tiles(const TileShape& shape, int64_t rows, int64_t panels, const Call& call) {
   const int64_t vectors = panels * kVectorsPerPanel;
-  int64_t width = tile_vectors(int(rows), Tile::kMost);
+  int64_t width = shape.width(int(rows));
   for (int64_t vector = 0; vector < vectors; vector += width) {
     while (width > vectors - vector) width /= 2;
     call(vector, width);
@@ -79,6 +83,9 @@ enum class Ask { kNot, kNext, kNearest };
 #if defined(__AVX512BF16__)
 constexpr bool kAsksNear = true;
 constexpr int kUnfetchedRows = 4, kUnfetchedNearRows = 2;
+#elif defined(QUIRE_SIMD_AVX2)
+constexpr bool kAsksNear = false;
+constexpr int kUnfetchedRows = 0, kUnfetchedNearRows = 0;
 #else
 constexpr bool kAsksNear = false;
 constexpr int kUnfetchedRows = 2, kUnfetchedNearRows = 2;

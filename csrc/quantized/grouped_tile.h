@@ -1,17 +1,18 @@
-// Tiles of a product on quantized weights with groups of 16 or 32 (quantized/matmul.h), for processors that multiply
-// bytes in vectors of 512 bits: integers are unpacked in registers.
+// Tiles of a product on quantized weights with groups of 16 or 32 (quantized/matmul.h) whose integers are unpacked in
+// registers, and the choice of a tile.
 #pragma once
 
 #include "quantized/tile.h"
 
-#if defined(__AVX512VNNI__)
 namespace quire::QUIRE_ISA {
 
+#if defined(__AVX512VNNI__)
 // Groups of integers as they are stored, or of bytes. Of more than kRowsAtOnce rows, the first half is multiplied with
 // a group before the second: the sums of all stay in registers beside the products of half of them.
 template <int kBits, bool kHasTable, int kGroup>
 struct GroupedTile {
-  static constexpr int kMost = kPanelVectors, kMostRows = kGroupedRows, kRowsAtOnce = 6;
+  static constexpr TileShape kShape = kGroupedShape;
+  static constexpr int kRowsAtOnce = 6;
   static constexpr int kSteps = kGroup / int(kUnitBytes);
   static constexpr int64_t kBlockBytes = kBits * kUnitRowBytes, kGroupsPerBlock = QuantizedShape::kBlock / kGroup;
   static constexpr bool kHasUpper = kBits == 5 || kBits == 6;
@@ -75,16 +76,16 @@ struct GroupedTile {
         if constexpr (kFirst == 0) ask_for<kAsked>(group.ask, group.ahead + step / 2 * kAsked * 64);
       }
       const int at = kBits == 8 || kGroup == 16 ? step : step / 2 + step % 2 * 4;
-      Quads w[G];
+      ByteSums::Weights w[G];
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) {
-        w[g] = weight_quads(unpack(group.block + g * W * kUnitBytes, group.half, step, upper[g], table));
+        w[g] = ByteSums::weights(unpack(group.block + g * W * kUnitBytes, group.half, step, upper[g], table));
       }
       QUIRE_UNROLL
       for (int r = 0; r < N; ++r) {
-        const Quads value = set1_quad(reinterpret_cast<const XValue*>(x + r * rows.bytes) + at * kUnitBytes);
+        const XQuad value = set1_quad(reinterpret_cast<const XValue*>(x + r * rows.bytes) + at * kUnitBytes);
         QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) acc[r][g] = dot4(acc[r][g], w[g], value);
+        for (int g = 0; g < G; ++g) acc[r][g] = ByteSums::add(acc[r][g], w[g], value);
       }
     }
     QUIRE_UNROLL
@@ -133,5 +134,127 @@ struct GroupedTile {
   }
 };
 
-}  // namespace quire::QUIRE_ISA
+#elif defined(QUIRE_SIMD_AVX2)
+// The same in vectors of 256 bits. Sums stay in memory: registers are for the products of all rows with a group, which
+// are made in one of the ways of quantized/quads.h.
+template <int kBits, bool kHasTable, int kGroup, typename Sums = ByteSums>
+struct GroupedTile {
+  static constexpr TileShape kShape = kGroupedShape;
+  static constexpr int kSteps = kGroup / int(kUnitBytes), kVectorsPerLine = 64 / (W * int(kUnitBytes));
+  static constexpr int64_t kBlockBytes = kBits * kUnitRowBytes;
+
+  // The bytes of a step of a group, which is the block's half `half` if there are two.
+  QUIRE_INLINE i32 unpack(const char* block, int64_t half, int step, const ByteTable& table) {
+    if constexpr (kBits == 8) return load_lanes(block + (half * kSteps + step) * kUnitRowBytes);
+    const int row = kGroup == 16 ? step : step % 8 / 2, is_upper = kGroup == 16 ? 0 : step % 2;
+    const int shift = kGroup == 16 ? int(half) * 4 : is_upper * 4;
+    i32 bytes = (load_lanes(block + row * kUnitRowBytes) >> shift) & 0x0f0f0f0f;
+    if constexpr (kBits > 4) {
+      const i32 upper[2] = {load_lanes(block + (4 + half) * kUnitRowBytes), {}};
+      bytes = bytes | PanelReader::upper_bits<kBits>(upper, row + 4 * is_upper);
+    }
+    if constexpr (kHasTable) bytes = table.look_up(bytes);
+    return bytes;
+  }
+
+  template <int R, int G>
+  static void run(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, int64_t column, float* sums) {
+    const int64_t row_bytes = layout.bytes, x_stride = row_bytes / int64_t(sizeof(XValue));
+    const ByteTable table(kHasTable ? piece.table : kFloat4);
+    for (int r = 0; piece.first == 0 && r < R; ++r) {
+      for (int g = 0; g < G; ++g) store(sums + r * kPanelColumns + column + g * W, set1(0));
+    }
+    for (int64_t index = 0; index < piece.groups; ++index) {
+      const int64_t group = piece.first + index, half = kGroup == 16 ? index % 2 : 0;
+      const char* block = piece.units + index * kGroup / QuantizedShape::kBlock * kBlockBytes + column * kUnitBytes;
+      const char* ahead = block + piece.ahead + half * (kSteps * kUnitRowBytes * (kBits > 4 ? 2 : 1) / 2);
+      const XValue* x = reinterpret_cast<const XValue*>(rows) + group * kGroup;
+      const char* x_scales = rows + layout.scales_at + group * int64_t(sizeof(float));
+      const char* lacks = rows + layout.lacks_at + group * int64_t(sizeof(int32_t));
+      i32 acc[R][G];
+      QUIRE_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const i32 lack = set1_lane(lacks + r * row_bytes);
+        QUIRE_UNROLL
+        for (int g = 0; g < G; ++g) acc[r][g] = lack;
+      }
+      QUIRE_UNROLL
+      for (int step = 0; step < kSteps; ++step) {
+        const int at = kBits == 8 || kGroup == 16 ? step : step / 2 + step % 2 * 4;
+        typename Sums::Weights w[G];
+        QUIRE_UNROLL
+        for (int g = 0; g < G; ++g) {
+          if (g % kVectorsPerLine == 0 && (kBits > 4 || step % 2 == 0)) {
+            __builtin_prefetch(ahead + step * kUnitRowBytes / (kBits > 4 ? 1 : 2) + g * W * kUnitBytes, 0, 2);
+          }
+          w[g] = Sums::weights(unpack(block + g * W * kUnitBytes, half, step, table));
+        }
+        QUIRE_UNROLL
+        for (int r = 0; r < R; ++r) {
+          const XQuad value = set1_quad(x + r * x_stride + at * kUnitBytes);
+          QUIRE_UNROLL
+          for (int g = 0; g < G; ++g) acc[r][g] = Sums::add(acc[r][g], w[g], value);
+        }
+      }
+      f32 scale[G];
+      QUIRE_UNROLL
+      for (int g = 0; g < G; ++g) scale[g] = piece.scale(index, column + g * W);
+      QUIRE_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const f32 x_scale = set1(*reinterpret_cast<const float*>(x_scales + r * row_bytes));
+        QUIRE_UNROLL
+        for (int g = 0; g < G; ++g) {
+          const i32 total = Sums::total(acc[r][g], set1_lane(lacks + r * row_bytes));
+          float* sum = sums + r * kPanelColumns + column + g * W;
+          store(sum, load(sum) + __builtin_convertvector(total, f32) * (x_scale * scale[g]));
+        }
+      }
+    }
+  }
+};
 #endif
+
+using RunTile = void(const char*, const QuantizedRow&, const WeightPiece&, int64_t, float*);
+
+// The tile for these numbers of rows and vectors, of units as they lie in a panel or (is_plain) may be multiplied by.
+#if defined(QUIRE_SIMD_AVX2)
+template <typename Sums>
+static RunTile* small_tile(const QuantizedFormat& format, bool is_unpacked, int64_t rows, int64_t vectors) {
+  if (format.group == 16) {
+    if (is_unpacked) return tile_function<GroupedTile<8, false, 16, Sums>>(rows, vectors);
+    if (format.bits == 6) return tile_function<GroupedTile<6, false, 16, Sums>>(rows, vectors);
+    return tile_function<GroupedTile<4, false, 16, Sums>>(rows, vectors);
+  }
+  if (is_unpacked) return tile_function<GroupedTile<8, false, 32, Sums>>(rows, vectors);
+  return tile_function<GroupedTile<5, false, 32, Sums>>(rows, vectors);
+}
+
+static RunTile* quantized_tile(const QuantizedFormat& format, bool is_plain, bool has_halves, int64_t rows,
+                               int64_t vectors) {
+  if (format.group > QuantizedShape::kBlock) return tile_function<QuantizedTile<false>>(rows, vectors);
+  if (has_halves) return tile_function<GroupedTile<4, false, 32, SumsOf<4, false>>>(rows, vectors);
+  if (has_bytes(format) && is_plain) return tile_function<GroupedTile<8, false, 32>>(rows, vectors);
+  if (has_bytes(format)) return tile_function<GroupedTile<4, true, 32>>(rows, vectors);
+  if (format.bits == 5 && format.zero == 0) return small_tile<SumsOf<5, true>>(format, is_plain, rows, vectors);
+  if (format.bits == 5) return small_tile<SumsOf<5, false>>(format, is_plain, rows, vectors);
+  return small_tile<SumsOf<6, false>>(format, is_plain, rows, vectors);  // 4 bits are added likewise
+}
+#else
+static RunTile* quantized_tile([[maybe_unused]] const QuantizedFormat& format, [[maybe_unused]] bool is_plain,
+                               bool has_halves, int64_t rows, int64_t vectors) {
+#if defined(__AVX512VNNI__)
+  const bool is_whole = format.group > QuantizedShape::kBlock, is_narrow = format.group == 16;
+  if (!is_plain && format.table != nullptr) return tile_function<GroupedTile<4, true, 32>>(rows, vectors);
+  if (!is_plain && format.bits == 5) return tile_function<GroupedTile<5, false, 32>>(rows, vectors);
+  if (!is_plain && format.bits == 6) return tile_function<GroupedTile<6, false, 16>>(rows, vectors);
+  if (!is_plain) return tile_function<GroupedTile<4, false, 16>>(rows, vectors);
+  if (has_halves) return tile_function<GroupedTile<4, false, 32>>(rows, vectors);
+  if (is_narrow) return tile_function<GroupedTile<8, false, 16>>(rows, vectors);
+  if (!is_whole) return tile_function<GroupedTile<8, false, 32>>(rows, vectors);
+#endif
+  return has_halves ? tile_function<QuantizedTile<true>>(rows, vectors)
+                    : tile_function<QuantizedTile<false>>(rows, vectors);
+}
+#endif
+
+}  // namespace quire::QUIRE_ISA

@@ -29,6 +29,8 @@ QUIRE_INLINE void store(int16_t* p, i32 v) {
 QUIRE_INLINE i32 add_pairs(i32 acc, i32 a, i32 b) {
 #if defined(__AVX512VNNI__)
   return (i32)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+#elif defined(__AVXVNNI__)
+  return (i32)_mm256_dpwssd_avx_epi32((__m256i)acc, (__m256i)a, (__m256i)b);
 #else
   return acc + multiply_pairs(a, b);
 #endif

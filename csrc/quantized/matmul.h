@@ -35,6 +35,16 @@ static float largest_of(const T* row, int64_t k) {
   return reduce_max(max(largest[0], largest[1])) + reduce_add(poison[0] + poison[1]);
 }
 
+// What the sum of a group's products begins with: minus its values, whose sum is `total`, times what the format or the
+// products subtract from stored integers.
+QUIRE_INLINE int32_t lack_of([[maybe_unused]] f32 values, int32_t total, const QuantizedRow& layout) {
+  const int32_t zero = int32_t(layout.zero);
+#if defined(QUIRE_SIMD_AVX2) && !defined(__AVXVNNI__)
+  if (!layout.has_bytes) return start_of_halves(values, layout.bits == 4 ? zero : 1 << (layout.bits - 1));
+#endif
+  return -total * (zero - ByteSums::kZero);
+}
+
 // A value is x * (127 / largest) to the nearest (even) integer, the scale largest / 127. A group that holds something
 // not finite has the scale NaN.
 template <typename T>
@@ -71,7 +81,7 @@ static void quantize_row(const T* x, const int32_t* order, const QuantizedRow& l
     }
     const float total = reduce_add(sums_of[0] + sums_of[1]);
     scales[group] = scale;
-    lacks[group] = -int32_t(total) * int32_t(layout.zero);
+    lacks[group] = lack_of(sums_of[0] + sums_of[1], int32_t(total), layout);
     if (layout.has_mins) sums[group] = total * scale;
   }
 }
@@ -105,56 +115,64 @@ static void add_mins(const char* rows, int64_t num_rows, const QuantizedRow& lay
   }
 }
 
-using RunTile = void(const char*, const QuantizedRow&, const WeightPiece&, int64_t, float*);
+// The most blocks of rows that share requests into the nearest cache: more multiply for so long that one of them may as
+// well read. Nothing asks for a task's first piece then, so that tasks are larger.
+constexpr int64_t kSharingBlocks = 4, kSharingTaskPanels = kAsksNear ? 32 : kTaskPanels;
+// The most bytes of a piece for which small tiles share requests: two of them stay in the second-level cache.
+constexpr int64_t kMostShared = W == 8 ? 256 * 1024 : 0;
 
-// The tile for these numbers of rows and vectors, of units as they lie in a panel or (is_plain) may be multiplied by.
-static RunTile* quantized_tile([[maybe_unused]] const QuantizedFormat& format, [[maybe_unused]] bool is_plain,
-                               bool has_halves, int64_t rows, int64_t vectors) {
-#if defined(__AVX512VNNI__)
-  const bool is_whole = format.group > QuantizedShape::kBlock, is_narrow = format.group == 16;
-  if (!is_plain && format.table != nullptr) return tile_function<GroupedTile<4, true, 32>>(rows, vectors);
-  if (!is_plain && format.bits == 5) return tile_function<GroupedTile<5, false, 32>>(rows, vectors);
-  if (!is_plain && format.bits == 6) return tile_function<GroupedTile<6, false, 16>>(rows, vectors);
-  if (!is_plain) return tile_function<GroupedTile<4, false, 16>>(rows, vectors);
-  if (has_halves) return tile_function<GroupedTile<4, false, 32>>(rows, vectors);
-  if (is_narrow) return tile_function<GroupedTile<8, false, 16>>(rows, vectors);
-  if (!is_whole) return tile_function<GroupedTile<8, false, 32>>(rows, vectors);
-#endif
-  return has_halves ? tile_function<QuantizedTile<true>>(rows, vectors)
-                    : tile_function<QuantizedTile<false>>(rows, vectors);
+QUIRE_INLINE const TileShape& shape_of(const QuantizedRow& layout) {
+  return layout.group > QuantizedShape::kBlock ? kByteShape : kGroupedShape;
 }
 
-// The most blocks of rows that share requests: more multiply for so long that one of them may as well read. Nothing
-// asks for a task's first piece then, so that tasks are larger.
-constexpr int64_t kSharingBlocks = 4, kSharingTaskPanels = 32;
-
-QUIRE_INLINE int64_t row_blocks_of(const QuantizedRow& layout, int64_t rows) {
-  return ceil_div(rows, layout.group > QuantizedShape::kBlock ? kTileRows : kGroupedRows);
-}
-
+// Whether each of several passes through a piece of a panel asks for its share of the next piece, which then comes
+// while all rows are multiplied.
 static bool shares_requests(const PanelReader& reader, const QuantizedRow& layout, int64_t rows) {
-  const int64_t blocks = row_blocks_of(layout, rows);
-  return kAsksNear && blocks > 1 && blocks <= kSharingBlocks && reader.is_plain() && has_large_nearest_cache();
+  const int64_t blocks = ceil_div(rows, shape_of(layout).rows);
+  if (blocks == 1 || !reader.is_plain()) return false;
+  if (kAsksNear) return blocks <= kSharingBlocks && has_large_nearest_cache();
+  return layout.group > QuantizedShape::kBlock && layout.group * kPanelColumns <= kMostShared;
 }
 
-// What the tiles ask for while they multiply by a panel: how, how many bytes ahead, and in how many shares.
+// What the tiles ask for while they multiply by a panel: how, and how many bytes ahead; or shares of the next piece.
 struct Requests {
   Ask ask = Ask::kNext;
-  int64_t ahead = kBytesAhead, shares = 1;
+  int64_t ahead = kPanelAhead;
+  bool are_shared;
 
   // Of `rows` rows, by pieces that have `piece_bytes` in the panel.
-  QUIRE_MEMBER Requests(const PanelReader& reader, const QuantizedRow& layout, int64_t rows, int64_t piece_bytes) {
+  QUIRE_MEMBER Requests(const PanelReader& reader, const QuantizedRow& layout, int64_t rows, int64_t piece_bytes)
+      : are_shared(shares_requests(reader, layout, rows)) {
+    if (are_shared) ahead = piece_bytes;
     if (kAsksNear && has_large_nearest_cache()) {
       ask = Ask::kNearest;
-      if (shares_requests(reader, layout, rows)) {
-        shares = row_blocks_of(layout, rows);
-        ahead = piece_bytes;
-      }
     } else if (kAsksNear && reader.shape.format.bits == 8 && rows <= kUnfetchedRows) {
       ask = Ask::kNot;  // halves of bytes are read half as fast, and need the requests
     }
   }
 };
+
+// Adds the products of a task's rows and a piece of a panel to their sums. The tiles of one block of rows ask for all,
+// or each tile for its share.
+static void multiply_piece(const char* rows, int64_t num_rows, const PanelReader& reader, const QuantizedRow& layout,
+                           bool is_plain, bool are_shared, WeightPiece& piece, float* sums) {
+  const TileShape& shape = shape_of(layout);
+  const int64_t row_blocks = ceil_div(num_rows, shape.rows), ahead = piece.ahead;
+  for (int64_t block = 0; block < row_blocks; ++block) {
+    const int64_t row = block * num_rows / row_blocks, height = (block + 1) * num_rows / row_blocks - row;
+    for_tiles(shape, height, 1, [&](int64_t vector, int64_t width) {
+      if (are_shared) {
+        const int64_t passes = kVectorsPerPanel / width;  // of a block
+        piece.share = block * passes + vector / width;
+        piece.shares = row_blocks * passes;
+        piece.ahead = ahead - vector * W * kUnitBytes;
+      }
+      const RunTile* run = quantized_tile(reader.shape.format, is_plain, reader.has_plain_halves(), height, width);
+      run(rows + row * layout.bytes, layout, piece, vector * W, sums + row * kPanelColumns);
+    });
+    if (!are_shared) piece.ask = Ask::kNot;
+  }
+}
 
 // The sums of a task's rows and one panel. Pieces of the panel are unpacked once for all of them.
 static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader& reader, const QuantizedRow& layout,
@@ -162,16 +180,15 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
   alignas(64) char bytes[kPieceK * kPanelColumns];
   alignas(64) float scales[kPieceGroups * kPanelColumns], mins[kPieceGroups * kPanelColumns];
   alignas(64) float minuses[kTaskRows * kPanelColumns];
-  const int64_t num_sums = num_rows * kPanelColumns, row_bytes = layout.bytes;
+  const int64_t num_sums = num_rows * kPanelColumns;
   for (int64_t i = 0; layout.groups == 0 && i < num_sums; i += W) store(sums + i, set1(0));
   if (layout.has_mins) {
     for (int64_t i = 0; i < num_sums; i += W) store(minuses + i, set1(0));
   }
-  const bool has_halves = reader.has_plain_halves(), is_plain = reader.is_plain();
+  const bool is_plain = reader.is_plain();
   const StoredScales stored_scales = reader.stored_scales(panel);
-  const int64_t row_blocks = row_blocks_of(layout, num_rows);
   // Integers are unpacked for all rows, or by the only tile.
-  const bool is_unpacked = !is_plain && (row_blocks > 1 || !kOverlaps);
+  const bool is_unpacked = !is_plain && (num_rows > kGroupedShape.rows || !kUnpacksInRegisters);
   const int64_t piece_groups = layout.group > kPieceK ? 1 : kPieceK / layout.group;
   const int64_t piece_bytes = piece_groups * layout.group / QuantizedShape::kBlock * reader.shape.block_bytes();
   const Requests requests(reader, layout, num_rows, piece_bytes);
@@ -190,7 +207,7 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
     const char* stored = panel + reader.integers_at;
     const char* units = is_unpacked ? reader.unpack(panel, begin_block, end_block, bytes)
                                     : stored + begin_block * reader.shape.block_bytes();
-    // Unpacking has asked for kBytesAhead behind the piece.
+    // Unpacking has asked for kPanelAhead behind the piece.
     const char* behind = is_unpacked ? stored + end_block * reader.shape.block_bytes() : units;
     WeightPiece piece = {units,
                          stored_scales,
@@ -202,15 +219,8 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
                          requests.ask,
                          behind - units + requests.ahead,
                          0,
-                         requests.shares};
-    for (int64_t block = 0; block < row_blocks; ++block) {
-      const int64_t row = block * num_rows / row_blocks, height = (block + 1) * num_rows / row_blocks - row;
-      for_tiles<QuantizedTile<false>>(height, 1, [&](int64_t vector, int64_t width) {
-        const RunTile* run = quantized_tile(reader.shape.format, is_plain || is_unpacked, has_halves, height, width);
-        run(rows + row * row_bytes, layout, piece, vector * W, sums + row * kPanelColumns);
-      });
-      if (++piece.share == piece.shares) piece.ask = Ask::kNot;
-    }
+                         1};
+    multiply_piece(rows, num_rows, reader, layout, is_plain || is_unpacked, requests.are_shared, piece, sums);
     if (layout.has_mins) add_mins(rows, num_rows, layout, piece, minuses);
   }
   if (layout.has_mins) {

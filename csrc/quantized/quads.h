@@ -5,40 +5,131 @@
 
 namespace quire::QUIRE_ISA {
 
-#if defined(__AVX512VNNI__)
-constexpr bool kOverlaps = true;  // whether registers suffice to unpack, multiply and scale at the same time
+// A way to sum them: `Weights` are made of W lanes of four weights, XQuad is four values of x, the same in all lanes.
+// `add` adds the four products of each lane to the lane's sum; sums begin with what x's row says (lack_of), and `total`
+// makes int32 of a finished one.
+#if defined(__AVX512VNNI__) || defined(QUIRE_SIMD_AVX2)
 using XValue = int8_t;
-using Quads = i32;
+using XQuad = i32;
 
-QUIRE_INLINE Quads weight_quads(i32 bytes) { return bytes; }
-QUIRE_INLINE Quads set1_quad(const XValue* four) { return set1_lane(four); }
-QUIRE_INLINE void store_values(XValue* to, i32 values) {
-  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)values));
-}
-// acc + w[0] x[0] + ... + w[3] x[3] in each lane.
-QUIRE_INLINE i32 dot4(i32 acc, Quads w, Quads x) {
-  return (i32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
-}
+QUIRE_INLINE XQuad set1_quad(const XValue* four) { return set1_lane(four); }
+QUIRE_INLINE XQuad some_quad(i32 bits) { return bits; }  // for benchmarks
 #else
-constexpr bool kOverlaps = false;
 using XValue = int16_t;  // fours are kept in the order 0, 2, 1, 3
-struct Quads {
+struct XQuad {
   i32 even, odd;  // two int16 in each lane
 };
 
-QUIRE_INLINE Quads weight_quads(i32 bytes) { return {bytes & 0x00ff00ff, (bytes >> 8) & 0x00ff00ff}; }
-QUIRE_INLINE Quads set1_quad(const XValue* four) { return {set1_lane(four), set1_lane(four + 2)}; }
+QUIRE_INLINE XQuad set1_quad(const XValue* four) { return {set1_lane(four), set1_lane(four + 2)}; }
+QUIRE_INLINE XQuad some_quad(i32 bits) { return {bits, bits}; }
+#endif
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+struct ByteSums {
+  static constexpr int kZero = 0;  // what `weights` subtracts from each weight
+  using Weights = i32;
+
+  QUIRE_INLINE Weights weights(i32 bytes) { return bytes; }
+  QUIRE_INLINE i32 add(i32 sum, Weights w, XQuad x) {
+#if defined(__AVX512VNNI__)
+    return (i32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+#else
+    return (i32)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+#endif
+  }
+  QUIRE_INLINE i32 total(i32 sum, i32) { return sum; }
+};
+
+template <int, bool>
+using SumsOf = ByteSums;
+
+#elif defined(QUIRE_SIMD_AVX2)
+// The pairs that `vpmaddubsw` multiplies and adds must fit an int16. A weight less 128 is in [-128, 127]; its magnitude
+// times x with its sign gives at most 2 * 128 * 127 = 32512.
+struct ByteSums {
+  static constexpr int kZero = 128;
+  struct Weights {
+    i32 magnitudes, signs;
+  };
+
+  QUIRE_INLINE Weights weights(i32 bytes) {
+    const __m256i signs = _mm256_xor_si256((__m256i)bytes, _mm256_set1_epi8(-128));
+    return {(i32)_mm256_abs_epi8(signs), (i32)signs};
+  }
+  QUIRE_INLINE i32 add(i32 sum, const Weights& w, XQuad x) {
+    const __m256i of_x = _mm256_sign_epi8((__m256i)x, (__m256i)w.signs);
+    const __m256i twos = _mm256_maddubs_epi16((__m256i)w.magnitudes, of_x);
+    i32 added = sum + (i32)_mm256_madd_epi16(twos, _mm256_set1_epi16(1));
+    asm("" : "+x"(added));  // GCC would multiply for many sums first, and run out of registers
+    return added;
+  }
+  QUIRE_INLINE i32 total(i32 sum, i32) { return sum; }
+};
+
+// All pairs of a group are added as int16 where weights have 4, 5 or 6 bits. Less 8, 16 or 32 they are in [-32, 31] at
+// most, and so the sums of the 8 (6 bits: groups of 16) or 16 products of each int16 are within 8 * 32 * 127 = 16 * 16
+// * 127 = 32512. The sum of what is subtracted comes first (halves of lack_of); on the way sums may wrap around.
+// kIsWhole: in the end it is added again, since the format subtracts nothing.
+template <int kBits, bool kIsWhole>
+struct SmallSums {
+  static_assert(2 * ((1 << kBits) - 1) * 127 <= 32767);
+  using Weights = i32;
+
+  QUIRE_INLINE Weights weights(i32 bytes) { return bytes; }
+  QUIRE_INLINE i32 add(i32 sum, Weights w, XQuad x) {
+    __m256i added = _mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
+    asm("" : "+x"(added));  // as above
+    return (i32)added;
+  }
+  QUIRE_INLINE i32 total(i32 sum, i32 lack) {
+    const i32 all = multiply_pairs(sum, i32{} + 0x10001);
+    return kIsWhole ? all - multiply_pairs(lack, i32{} + 0x10001) : all;
+  }
+};
+
+// What such sums begin with: of the values of x (their sums in each fourth lane) that each half is made of, -zero times
+// the sum.
+QUIRE_INLINE int32_t start_of_halves(f32 values, int zero) {
+  const i32 sums = __builtin_convertvector(values, i32) * -zero;
+  const int32_t first = sums[0] + sums[1] + sums[4] + sums[5], second = sums[2] + sums[3] + sums[6] + sums[7];
+  return (first & 0xffff) | second << 16;
+}
+
+template <int kBits, bool kIsWhole>
+using SumsOf = SmallSums<kBits, kIsWhole>;
+
+#else
+struct ByteSums {
+  static constexpr int kZero = 0;
+  using Weights = XQuad;
+
+  QUIRE_INLINE Weights weights(i32 bytes) { return {bytes & 0x00ff00ff, (bytes >> 8) & 0x00ff00ff}; }
+  QUIRE_INLINE i32 add(i32 sum, const Weights& w, const XQuad& x) {
+    return sum + multiply_pairs(w.even, x.even) + multiply_pairs(w.odd, x.odd);
+  }
+  QUIRE_INLINE i32 total(i32 sum, i32) { return sum; }
+};
+
+template <int, bool>
+using SumsOf = ByteSums;
+#endif
+
+// W values of x, which follow each other.
 QUIRE_INLINE void store_values(XValue* to, i32 values) {
+#if defined(__AVX512VNNI__)
+  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)values));
+#elif defined(QUIRE_SIMD_AVX2)
+  const __m256i all = (__m256i)values;
+  const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  _mm_storel_epi64((__m128i*)to, _mm_packs_epi16(halves, halves));
+#else
   for (int lane = 0; lane < W; lane += 4) {
     to[lane] = XValue(values[lane]);
     to[lane + 1] = XValue(values[lane + 2]);
     to[lane + 2] = XValue(values[lane + 1]);
     to[lane + 3] = XValue(values[lane + 3]);
   }
-}
-QUIRE_INLINE i32 dot4(i32 acc, const Quads& w, const Quads& x) {
-  return acc + multiply_pairs(w.even, x.even) + multiply_pairs(w.odd, x.odd);
-}
 #endif
+}
 
 }  // namespace quire::QUIRE_ISA

@@ -7,14 +7,32 @@
 
 namespace quire::QUIRE_ISA {
 
-// The most rows of a tile whose weights have small groups: its sums fill registers beside the accumulators.
-constexpr int kGroupedRows = kTileRows < 8 ? kTileRows : 8;
+// Tiles of a single panel: of bytes in one group, and of small groups, whose sums are beside the accumulators.
+constexpr int kPanelVectors = kTileShape.most < kVectorsPerPanel ? kTileShape.most : int(kVectorsPerPanel);
+#if defined(__AVXVNNI__)
+constexpr TileShape kByteShape = {6, 2, kPanelVectors}, kGroupedShape = {6, 2, kPanelVectors};
+#elif defined(QUIRE_SIMD_AVX2)
+constexpr TileShape kByteShape = {4, 2, kPanelVectors}, kGroupedShape = {4, 2, kPanelVectors};
+#else
+constexpr TileShape kByteShape = {kTileRows, kTileShape.vectors, kPanelVectors};
+constexpr TileShape kGroupedShape = {kTileRows < 8 ? kTileRows : 8, kTileShape.vectors, kPanelVectors};
+#endif
+
+// Whether small groups are unpacked in registers.
+#if defined(__AVX512VNNI__) || defined(QUIRE_SIMD_AVX2)
+constexpr bool kUnpacksInRegisters = true;
+#else
+constexpr bool kUnpacksInRegisters = false;
+#endif
+
+// Whether products of these integers are those of ByteSums.
+QUIRE_INLINE bool has_bytes(const QuantizedFormat& format) { return format.bits == 8 || format.table != nullptr; }
 
 // A row of x as the tiles read it: its values, then of each group its scale, then what the sum of its products lacks
-// because stored integers have too much (QuantizedFormat::zero), then the sum of its values times the scale.
+// because stored integers have too much (lack_of), then the sum of its values times the scale.
 struct QuantizedRow {
-  int64_t k, group, groups, zero;
-  bool has_mins;
+  int64_t k, group, groups, zero, bits;
+  bool has_mins, has_bytes;
   int64_t scales_at, lacks_at, sums_at, bytes;
 
   QUIRE_MEMBER explicit QuantizedRow(const QuantizedShape& shape)
@@ -22,7 +40,9 @@ struct QuantizedRow {
         group(shape.format.group),
         groups(shape.groups()),
         zero(shape.format.zero),
+        bits(shape.format.bits),
         has_mins(shape.format.min != Number::kNone),
+        has_bytes(quire::QUIRE_ISA::has_bytes(shape.format)),
         scales_at(groups * group * int64_t(sizeof(XValue))),
         lacks_at(scales_at + groups * int64_t(sizeof(float))),
         sums_at(lacks_at + groups * int64_t(sizeof(int32_t))),
@@ -39,7 +59,7 @@ struct WeightPiece {
   int64_t first, groups;  // the first group's index in a row
   Ask ask;                // whether a tile asks for weights while it multiplies,
   int64_t ahead;          // how far behind its units these lie,
-  int64_t share, shares;  // and which share of them: all blocks of rows ask for one, or the first for all
+  int64_t share, shares;  // and which share of them: all passes ask for one, or those of the first rows for all
 
   QUIRE_MEMBER f32 scale(int64_t index, int64_t column) const {
     if (stored_scales.numbers != nullptr) return stored_scales.of_group(first + index, column);
@@ -50,21 +70,21 @@ struct WeightPiece {
 // kHalves: the units of plain halves of bytes, as they lie in a panel (PanelReader::has_plain_halves).
 template <bool kHalves>
 struct QuantizedTile {
-  static constexpr int kMost = kPanelVectors, kMostRows = kTileRows;
+  static constexpr TileShape kShape = kByteShape;
 
   template <int R, int G>
   QUIRE_INLINE void multiply(i32 (&acc)[R][G], const char* units, const XValue* x, int64_t x_stride, int shift) {
-    Quads w[G];
+    ByteSums::Weights w[G];
     QUIRE_UNROLL
     for (int g = 0; g < G; ++g) {
       const i32 bytes = load_lanes(units + g * W * kUnitBytes);
-      w[g] = weight_quads(kHalves ? (bytes >> shift) & 0x0f0f0f0f : bytes);
+      w[g] = ByteSums::weights(kHalves ? (bytes >> shift) & 0x0f0f0f0f : bytes);
     }
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
-      const Quads value = set1_quad(x + r * x_stride);
+      const XQuad value = set1_quad(x + r * x_stride);
       QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) acc[r][g] = dot4(acc[r][g], w[g], value);
+      for (int g = 0; g < G; ++g) acc[r][g] = ByteSums::add(acc[r][g], w[g], value);
     }
   }
 

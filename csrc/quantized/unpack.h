@@ -12,6 +12,9 @@ namespace quire::QUIRE_ISA {
 constexpr int64_t kPieceK = 512;
 constexpr int64_t kPieceGroups = kPieceK / 16;
 
+// As kBytesAhead, in one panel.
+constexpr int64_t kPanelAhead = W == 8 ? 2 * kBytesAhead : kBytesAhead;
+
 // W of IEEE's binary16 from p on.
 #if defined(QUIRE_SIMD_AVX512)
 constexpr bool kHasHalves = true;
@@ -200,13 +203,13 @@ struct PanelReader {
         QUIRE_UNROLL
         for (int j = 0; j < kBits - 4; ++j) {
           const char* bits = units + kHalf + j * kUnitRowBytes + i;
-          __builtin_prefetch(bits + kBytesAhead, 0, 2);
+          __builtin_prefetch(bits + kPanelAhead, 0, 2);
           upper[j] = load_lanes(bits);
         }
         QUIRE_UNROLL
         for (int row = 0; row < kRows; ++row) {
           const int64_t at = row * kUnitRowBytes + i;
-          __builtin_prefetch(units + at + kBytesAhead, 0, 2);
+          __builtin_prefetch(units + at + kPanelAhead, 0, 2);
           const i32 bits = load_lanes(units + at);
           store_lanes(to + at, value((bits & 0x0f0f0f0f) | upper_bits<kBits>(upper, row)));
           store_lanes(to + kHalf + at, value(((bits >> 4) & 0x0f0f0f0f) | upper_bits<kBits>(upper, row + kRows)));

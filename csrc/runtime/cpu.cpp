@@ -10,6 +10,9 @@ extern const KernelTable table;
 namespace avx2 {
 extern const KernelTable table;
 }
+namespace avx_vnni {
+extern const KernelTable table;
+}
 namespace avx512 {
 extern const KernelTable table;
 }
@@ -26,7 +29,7 @@ struct Variant {
 };
 
 struct Variants {
-  static constexpr int kCount = 4;
+  static constexpr int kCount = 5;
   Variant best_first[kCount] = {};
   const KernelTable* active = nullptr;
 
@@ -40,9 +43,10 @@ struct Variants {
         has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
     best_first[0] = {&avx512_bf16::table, has_avx512_bf16};
     best_first[1] = {&avx512::table, has_avx512};
-    best_first[2] = {&avx2::table, has_avx2};
+    best_first[2] = {&avx_vnni::table, has_avx2 && __builtin_cpu_supports("avxvnni")};
+    best_first[3] = {&avx2::table, has_avx2};
 #endif
-    best_first[3] = {&portable::table, true};
+    best_first[4] = {&portable::table, true};
     for (const Variant& variant : best_first) {
       if (variant.supported && active == nullptr) active = variant.table;
     }

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from quire import kernels
 from quire.cli import main
 from quire.cli.doctor import Finding, examine
 
@@ -151,3 +152,6 @@ def test_speeds_are_measured(capsys):
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     (reads,) = [row["value"] for row in rows if row["name"] == "memory reads"]
     assert float(reads.removesuffix(" GB/s")) > 0
+    (peaks,) = [row["value"] for row in rows if row["name"] == "multiplications"]
+    assert peaks.startswith(f"with the kernels {kernels.isa()}, ")
+    assert all(float(peak.split()[0].replace(",", "")) > 0 for peak in peaks.partition(": ")[2].split(", "))

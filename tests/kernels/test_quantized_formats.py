@@ -56,6 +56,28 @@ def test_blocks_are_kept_to_the_bit_and_products_have_the_references_bits(isa, f
         assert torch.equal(kernels.pack_blocks(rows, k, torch.float32, format).data, weight.data)
 
 
+INTEGERS = {"q2_k": slice(16, 80), "q3_k": slice(96), "q4_k": slice(16, None), "q5_k": slice(16, None)}
+INTEGERS |= {"q6_k": slice(192), "q4_1": slice(4, None), "q5_1": slice(4, None), "iq4_xs": slice(8, None)}
+INTEGERS |= {"mxfp4": slice(1, None)}  # the others: behind two bytes
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("format", kernels.BLOCK_FORMATS)
+@pytest.mark.parametrize("byte", [0x00, 0x7F, 0x80, 0xFF])
+def test_the_greatest_products_fit_the_sums(isa, format, byte):
+    elements, size = kernels.block_size(format)
+    blocks = random_blocks(format, 33, 3).view(33, 3, size)
+    blocks[:, :, INTEGERS.get(format, slice(2, None))] = byte
+    x = torch.ones(9, 3 * elements)
+    x[1:3], x[3, ::2], x[4, 1::2], x[5, 2::4] = -1, -1, -1, -1
+    expected = reference.quantized_matmul(x, *reference_blocks.split(blocks.flatten(1), format), None, torch.float32)
+    with using(isa):
+        weight = kernels.pack_blocks(blocks.flatten(1), 3 * elements, torch.float32, format)
+        for count in (1, 6, 9):
+            assert torch.equal(kernels.matmul(x[:count], weight), expected[:count])
+
+
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("bits", [4, 8])

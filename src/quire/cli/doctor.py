@@ -15,7 +15,7 @@ from quire.common.errors import QuireError
 from quire.common.version import __version__
 from quire.config.machine import format_bytes, machine_memory
 
-_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
+_FEATURES = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
 _SMALL_MEMORY = 2 * 2**30
 _SMALL_DISK = 10 * 2**30
 _MIN_FILES = 4096
@@ -197,6 +197,7 @@ def _speeds(root: Path) -> Iterator[Finding]:
     if machine_memory(root).available_bytes < _SMALL_MEMORY:
         return
     try:
+        from quire import kernels
         from quire.cli.bench.limits import Limits
 
         limits = {name: Limits.measure(name, repeats=3) for name in _BYTES_PER_WEIGHT}
@@ -207,6 +208,8 @@ def _speeds(root: Path) -> Iterator[Finding]:
     rates = ", ".join(f"{rate / 1e9 / size:.0f} in {name}" for name, size in _BYTES_PER_WEIGHT.items())
     yield Finding("speed", "memory reads", f"{rate / 1e9:.1f} GB/s")
     yield Finding("speed", "one sequence", f"of a model with 1 billion weights, at most, in tokens/s: {rates}")
+    peaks = ", ".join(f"{limit.flops_per_s / 1e9:,.0f} in {name}" for name, limit in limits.items())
+    yield Finding("speed", "multiplications", f"with the kernels {kernels.isa()}, at most, in GFLOP/s: {peaks}")
     prompts = ", ".join(f"{limit.flops_per_s / 2e9:,.0f} in {name}" for name, limit in limits.items())
     yield Finding("speed", "prompts", f"of a model with 1 billion weights, at most, in tokens/s: {prompts}")
 

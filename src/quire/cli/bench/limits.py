@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from quire import kernels
 from quire.common.errors import ConfigError
@@ -53,8 +52,8 @@ class Limits:
         backend = kernels.backend_for("cpu")
         if not isinstance(backend, NativeBackend):
             raise ConfigError("the machine's limits are measured by the native kernels: install Quire with them")
-        native, quantized = backend.native, dtype in kernels.QUANTIZED_FORMATS
-        code = len(DTYPE_CODES) if quantized else DTYPE_CODES[getattr(torch, dtype)]
+        native, codes = backend.native, [str(each).removeprefix("torch.") for each in DTYPE_CODES]
+        code = [*codes, *kernels.QUANTIZED_FORMATS].index(dtype)
         memory = _cold_memory()
         flops = native.multiply_in_registers(code, 1) * kernels.num_threads() * _PEAK_ROUNDS
         read_s = min(seconds(lambda: native.read_memory(memory.ctypes.data, memory.nbytes)) for _ in range(repeats))

@@ -69,7 +69,8 @@ def load_model(config: ModelConfig, ranks: kernels.Ranks | None = None) -> Model
         for layer in loader.layers:
             loader.fill(layer)
             advance(loader.num_bytes(layer))
-    logger.info("loaded %s in %.2f s", config.model, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    logger.info("loaded %s in %.2f s, to run with the kernels %s", config.model, seconds, kernels.isa())
     return model.eval()
 
 
