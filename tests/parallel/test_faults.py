@@ -222,7 +222,7 @@ def test_a_rank_that_dies_in_a_phase_breaks_an_engine_in_the_callers_process(
                 super().__init__(*given)
 
     monkeypatch.setitem(executors.EXECUTORS, "ranks", partial(RanksExecutor, launch=Dying))
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors, children = len(os.listdir("/proc/self/fd")), children_of(os.getpid())
     if point == "weights.load":
         with pytest.raises(EngineBrokenError, match="rank 1 was ended by SIGKILL"):
             LLM(**RANKS)
@@ -231,5 +231,5 @@ def test_a_rank_that_dies_in_a_phase_breaks_an_engine_in_the_callers_process(
         with pytest.raises(EngineBrokenError, match="rank 1 was ended by SIGKILL"):
             answers(llm, PROMPTS, PARAMS)
         llm.engine.executor.close()
-    assert not children_of(os.getpid())
+    assert children_of(os.getpid()) == children
     assert len(os.listdir("/proc/self/fd")) <= descriptors
