@@ -71,6 +71,25 @@ def test_streams_of_a_killed_engine_continue_in_the_other_with_the_same_tokens(d
     assert door.llm.num_replayed - before in range(1, num_moved + 1)
 
 
+def test_an_engine_that_is_silent_gets_no_requests_before_it_is_given_up(door: Door) -> None:
+    before = door.llm.num_restarts, door.llm.num_replayed
+
+    async def stop() -> None:
+        engine = door.llm.group.engines[1]
+        os.kill(engine.pid, signal.SIGSTOP)
+        try:
+            while not engine.is_silent:
+                await asyncio.sleep(0.01)
+            await door.all_outputs([(f"{number} is a number", ONE) for number in range(8)])
+        finally:
+            os.kill(engine.pid, signal.SIGCONT)
+        while engine.is_silent:
+            await asyncio.sleep(0.01)
+
+    door.run(stop())
+    assert (door.llm.num_restarts, door.llm.num_replayed) == before
+
+
 def test_without_any_engine_requests_wait_for_the_first_that_is_ready(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,11 +136,12 @@ class Dispatcher:
     def _choose(
         self, hashes: Sequence[BlockHash], num_tokens: int, besides: RequestTable | None = None
     ) -> RequestTable | None:
-        """The engine for a prompt, among those that run and do not drain, or those that run. None: none runs."""
+        """The engine for a prompt: one that runs, and if there is one, does not drain and answers. None: none runs."""
         running = [table.number for table in self.tables if table.is_running and table is not besides]
         if len(self.tables) == 1:
             return self.tables[0] if running else None
         engines = [number for number in running if number not in self.draining] or running
+        engines = [number for number in engines if not self.tables[number].engine.is_silent] or engines
         return self.tables[self._router.choose(hashes, num_tokens, engines)] if engines else None
 
     def _next_table(self) -> RequestTable:

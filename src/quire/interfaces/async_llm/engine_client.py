@@ -31,6 +31,8 @@ class EngineClient:
     def __init__(self, link: EngineLink, hang_timeout_s: float | None) -> None:
         self.pid = link.pid
         self.ready: messages.Ready | None = None
+        self.silent_s = 0.0
+        """For how long it has shown no progress."""
         self._link = link
         self._decoder: msgspec.msgpack.Decoder[messages.ToClient] = msgspec.msgpack.Decoder(messages.ToClient)
         self._is_heard = self._is_alive = False
@@ -106,8 +108,9 @@ class EngineClient:
             await asyncio.sleep(_TICK_S)
             num_ticks, heard = (0, False) if self._is_alive else (num_ticks + 1, heard or self._is_heard)
             self._is_alive = self._is_heard = False
+            self.silent_s = num_ticks * _TICK_S
             limit_s = hang_timeout_s * (LOADING_PATIENCE if self._is_loading else 1)
-            if num_ticks * _TICK_S >= limit_s:
+            if self.silent_s >= limit_s:
                 self._hang = f"its process {'made no progress' if heard else 'was silent'} for {limit_s:g} s"
                 self._link.kill()
                 return

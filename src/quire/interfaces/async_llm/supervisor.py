@@ -17,6 +17,8 @@ from quire.interfaces.async_llm.engine_client import EngineClient
 
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 30.0
+SILENT_S = 2.0
+"""An engine that has shown no progress for this time may hang; heartbeats come every second."""
 HEALTHY_S = 10.0
 """After an engine has run for this time, the delay before the next start begins at FIRST_DELAY_S again."""
 MAX_FAILED_STARTS = 3
@@ -87,6 +89,11 @@ class Supervisor:
     def is_restarting(self) -> bool:
         """Whether the engine ends, or has ended, because `restart` asked for it."""
         return self._has_restarted is not None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the engine runs, but has shown no progress for SILENT_S."""
+        return self.death is None and self._client.silent_s >= SILENT_S
 
     @property
     def pid(self) -> int | None:
