@@ -67,7 +67,8 @@ def test_what_lies_in_a_workspace_does_not_leak_into_padding(isa, format, dtype,
 def test_every_variant_makes_the_references_integers_and_scales(isa, format, data):
     n, k = data.draw(st.integers(1, 70), "n"), data.draw(st.integers(1, 200), "k")
     dtype, seed = data.draw(st.sampled_from(DTYPES), "dtype"), data.draw(st.integers(0, 1000), "seed")
-    weight = randn(n, k, seed=seed) * 10.0 ** data.draw(st.integers(-30, 28), "magnitude")
+    # Not so small that denormals come of it: where the processor rounds to bfloat16, it makes them zero.
+    weight = randn(n, k, seed=seed) * 10.0 ** data.draw(st.integers(-26, 28), "magnitude")
     for column, power in data.draw(st.dictionaries(st.integers(0, k - 1), st.integers(-6, 6)), "far columns").items():
         weight[:, column] *= 10.0**power
     weight = weight.to(dtype)
