@@ -300,14 +300,14 @@ def test_what_was_drafted_is_counted_and_the_drafter_learns_of_each_end():
 
     harness = Harness(num_blocks=40, max_num_batched_tokens=40, max_num_seqs=40, draft=draft)
     (drafter,) = harness.committer.drafting._drafters
-    drafter.finish = lambda group, seq: ended.append(seq)
+    drafter.finish = lambda *arguments: ended.append(arguments)
     group = harness.add(PROMPT, 9)
     harness.run()
     harness.check_output(group)
     assert group.seqs[0].output.accepted_drafts == [0, 1, 2]
     stats = harness.committer.drafting.stats["function"]
     assert group.metrics.num_drafts == (stats.num_tokens, stats.num_accepted) == (3 + 4, 3)
-    assert ended == group.seqs
+    assert ended == [(group, group.seqs[0])]
 
 
 # Pooling
