@@ -190,14 +190,16 @@ def test_what_is_charged_later_adds_to_what_was_used_before(admission):
     assert gate.enter("a").reason == "tokens_per_minute"
 
 
-def test_the_tenant_that_came_longest_ago_is_forgotten_first(admission, monkeypatch):
+def test_the_tenant_that_used_something_longest_ago_is_forgotten_first(admission, monkeypatch):
     monkeypatch.setattr("quire.server.operations.admission.MAX_TENANTS", 2)
-    gate = admission(max_num_seqs=1000, requests_per_minute=2)
-    for tenant in ("a", "b", "b", "a", "c"):
+    gate = admission(max_num_seqs=1000, tokens_per_minute=60)
+    for tenant in ("a", "b"):
         assert gate.enter(tenant) is None
-        gate.leave(tenant, 0)
+        gate.leave(tenant, 60)
+    gate.charge("a", 1)
+    assert gate.enter("c") is None
     assert gate.num_tenants == 2
-    assert gate.enter("a").reason == "requests_per_minute"
+    assert gate.enter("a").reason == "tokens_per_minute"
     assert gate.enter("b") is None
 
 
@@ -317,8 +319,8 @@ def test_tokens_of_a_tenant_that_was_forgotten_are_charged(admission):
 @pytest.mark.parametrize(
     ("address", "tenant"),
     [("10.0.0.1", "10.0.0.1"), ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"), ("2001:db8:1:2::", "2001:db8:1:2::/64"),
-     ("2001:db8:1:3::", "2001:db8:1:3::/64"), ("::ffff:10.0.0.1", "10.0.0.1"), ("fe80::1%eth0", "fe80::/64"), ("fe80::1%", "fe80::/64"),
-     ("::1", "::/64"), ("local", "local"), ("a:b", "a:b")],
+     ("2001:db8:1:3::", "2001:db8:1:3::/64"), ("::ffff:10.0.0.1", "10.0.0.1"), ("fe80::1%eth0", "fe80::/64"),
+     ("fe80::1%", "fe80::/64"), ("::1", "::/64"), ("local", "local"), ("a:b", "a:b")],
 )  # fmt: skip
 def test_an_ipv6_client_is_its_network(address, tenant):
     """One client has 2**64 addresses: with an account for each, no limit would hold for it."""
