@@ -25,6 +25,7 @@ class LocalClient:
     lives."""
 
     pid = 1
+    silent_s = 0.0
 
     def __init__(self, engine: LLMEngine, num_frames: int | None) -> None:
         self.ready = Ready(engine.model_config.max_model_len, engine.stats(), pooler=engine.pooler)

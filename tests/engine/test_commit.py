@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from quire.common.batch import Drafted
 from quire.common.faults import Fault, inject
+from quire.config.speculative import SpeculativeConfig
+from quire.engine.drafting.drafting import Drafting
+from quire.engine.drafting.model_drafts import ModelDrafts
 from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
 
 from .beams import BeamHarness
@@ -297,11 +301,37 @@ def test_what_was_drafted_is_counted_and_the_drafter_learns_of_each_end():
 
     harness = Harness(num_blocks=40, max_num_batched_tokens=40, max_num_seqs=40, draft=draft)
     (drafter,) = harness.committer.drafting._drafters
-    drafter.finish = lambda group, seq: ended.append(seq)
-    group = harness.add(PROMPT, 9)
+    drafter.finish = lambda *arguments: ended.append(arguments)
+    group = harness.add(PROMPT, 9, tenant="t")
     harness.run()
     harness.check_output(group)
     assert group.seqs[0].output.accepted_drafts == [0, 1, 2]
     stats = harness.committer.drafting.stats["function"]
-    assert group.metrics.num_drafts == (stats.num_tokens, stats.num_accepted) == (3 + 4, 3)
-    assert ended == group.seqs
+    assert (stats.num_tokens, stats.num_accepted) == (3 + 4, 3)
+    assert group.metrics.drafts == {"function": (7, 3)}
+    assert harness.committer.drafting.tenant_stats == {"t": stats}
+    assert ended == [(group, group.seqs[0])]
+
+
+def test_drafts_are_accepted_where_nothing_learns_of_them():
+    harness = Harness(num_blocks=20, draft=lambda group, seq: expected_output([1] * 6, 12)[seq.num_output_tokens :])
+    harness.committer.drafting = None
+    group = harness.add([1] * 6, 12)
+    harness.run()
+    harness.check_output(group)
+    assert harness.scheduler.num_steps < 12
+    assert harness.scheduler.drafting.stats["function"].num_drafts == 0
+
+
+def test_what_a_draft_model_has_drafted_is_kept_for_its_sequence():
+    harness, drafted = Harness(num_blocks=20), Drafted((7, 8), (0.5, 0.5))
+    config = SpeculativeConfig(method="draft_model", model="m")
+    harness.committer.drafting = Drafting([ModelDrafts(config)], config, 80)
+    other, group = harness.add(PROMPT, 3), harness.add(PROMPT[:6], 3)
+    commit(harness, drafted={1: drafted})
+    reading = group.seqs[0].drafting.reading
+    assert (reading.num_read, reading.num_tokens, reading.drafted) == (6, 7, drafted)
+    assert other.seqs[0].drafting is None
+    harness.committer.drafting = None
+    commit(harness, drafted={1: Drafted((9,), (0.5,))})
+    assert reading.drafted == drafted, "there is no draft model any more"

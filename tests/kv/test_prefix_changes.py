@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kv.prefix_cache.content_hash import ContentHasher, HashChain
+from quire.kv.prefix_cache.tracker import BlockTracker
 from tests.effort import examples
 
 from .managers import end, make_manager, run
@@ -72,3 +73,28 @@ def test_a_prefix_that_is_found_is_reported_whole_though_some_layers_have_window
         known = known.union(found).difference(gone)
     assert manager.look_up(10_000, first).num_blocks == 4
     assert known.issuperset(hashes(first))
+
+
+def test_what_was_evicted_and_is_cached_again_is_reported_again() -> None:
+    manager, first, second = make_manager(num_blocks=3), [1] * 9, [2] * 9
+    changes, reports = manager.share_hashes(KEY), []
+    for seq_id, tokens in enumerate((first, second, first)):
+        run(manager, seq_id, tokens)
+        end(manager, seq_id)
+        reports.append(tuple(map(set, changes.take())))
+    assert [
+        found >= set(hashes(tokens)) for (found, _), tokens in zip(reports, (first, second, first), strict=True)
+    ] == [True] * 3
+    assert reports[1][1] == set(hashes(first))
+
+
+def test_nothing_is_looked_up_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, asked = make_manager(num_blocks=8), []
+    changes = manager.share_hashes(KEY)
+    has = BlockTracker.has
+    monkeypatch.setattr(BlockTracker, "has", lambda *arguments: asked.append(arguments[-1]) or has(*arguments))
+    for seq_id, tokens in enumerate(([1] * 4, [2] * 4)):
+        run(manager, seq_id, tokens)
+        changes.take()
+    changes.take()
+    assert sorted(asked) == sorted([*hashes([1] * 4), *hashes([2] * 4)])

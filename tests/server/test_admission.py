@@ -182,6 +182,27 @@ def test_tokens_after_the_end_of_a_request_are_charged(admission, clock):
     admission().charge("a", 10**9)  # without a limit, nothing is counted
 
 
+def test_what_is_charged_later_adds_to_what_was_used_before(admission):
+    gate = admission(tokens_per_minute=60)
+    assert gate.enter("a") is None
+    gate.leave("a", 50)
+    gate.charge("a", 20)
+    assert gate.enter("a").reason == "tokens_per_minute"
+
+
+def test_the_tenant_that_used_something_longest_ago_is_forgotten_first(admission, monkeypatch):
+    monkeypatch.setattr("quire.server.operations.admission.MAX_TENANTS", 2)
+    gate = admission(max_num_seqs=1000, tokens_per_minute=60)
+    for tenant in ("a", "b"):
+        assert gate.enter(tenant) is None
+        gate.leave(tenant, 60)
+    gate.charge("a", 1)
+    assert gate.enter("c") is None
+    assert gate.num_tenants == 2
+    assert gate.enter("a").reason == "tokens_per_minute"
+    assert gate.enter("b") is None
+
+
 def test_each_tenant_has_its_own_limits(admission):
     gate = admission(max_num_seqs=100, requests_per_minute=1, tokens_per_minute=10, max_concurrent_per_tenant=1)
     for tenant in ("a", "b"):
@@ -299,7 +320,7 @@ def test_tokens_of_a_tenant_that_was_forgotten_are_charged(admission):
     ("address", "tenant"),
     [("10.0.0.1", "10.0.0.1"), ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"), ("2001:db8:1:2::", "2001:db8:1:2::/64"),
      ("2001:db8:1:3::", "2001:db8:1:3::/64"), ("::ffff:10.0.0.1", "10.0.0.1"), ("fe80::1%eth0", "fe80::/64"),
-     ("::1", "::/64"), ("local", "local"), ("a:b", "a:b")],
+     ("fe80::1%", "fe80::/64"), ("::1", "::/64"), ("local", "local"), ("a:b", "a:b")],
 )  # fmt: skip
 def test_an_ipv6_client_is_its_network(address, tenant):
     """One client has 2**64 addresses: with an account for each, no limit would hold for it."""

@@ -265,3 +265,7 @@ def test_the_memory_of_all_models_is_a_size():
         ServerArgs(model_keep_alive_s=-1.0)
     with pytest.raises(ConfigError, match="model_wait_s=0"):
         ServerArgs(model_wait_s=0)
+
+
+def test_tags_of_your_own_are_a_reasoning_parser():
+    assert ServerArgs(reasoning_parser="<plan>...</plan>").reasoning_parser == "<plan>...</plan>"

@@ -312,16 +312,6 @@ def test_an_interrupt_is_not_contained() -> None:
         propose(drafting_of(FunctionDrafter(interrupted)), request())
 
 
-def test_drafts_are_accepted_where_nothing_learns_of_them() -> None:
-    harness = Harness(num_blocks=20, draft=lambda group, seq: expected_output([1] * 6, 12)[seq.num_output_tokens :])
-    harness.committer.drafting = None
-    group = harness.add([1] * 6, 12)
-    harness.run()
-    harness.check_output(group)
-    assert harness.scheduler.num_steps < 12
-    assert harness.scheduler.drafting.stats["function"].num_drafts == 0
-
-
 def test_of_a_sequence_without_drafts_nothing_is_learned() -> None:
     drafting, group = drafting_of(Scripted("a", NO_DRAFT)), request()
     drafting.observe(group, group.seqs[0], 2, 1)
