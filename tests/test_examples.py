@@ -73,7 +73,9 @@ def test_async_llm_answers_several_and_stops_one() -> None:
     assert result.returncode == 0, result.stderr
     first, second, third = result.stdout.splitlines()
     assert (first, second) == (DUMPS, REPLACE)
-    assert "Copy data from src to dst in the most".startswith(third.strip())
+    # At most three pieces; each has all tokens since the one before, on a fast machine several.
+    assert third.strip()
+    assert "Copy data from src to dst in the most efficient way possible.".startswith(third.strip())
 
 
 @pytest.fixture(scope="module")
