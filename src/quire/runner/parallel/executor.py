@@ -1,6 +1,5 @@
 """Rank 0 of an engine of several ranks: the executor that the engine calls."""
 
-import pickle
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from quire.common.params import PoolerInfo
 from quire.config.args import EngineConfig
 from quire.config.kv_cache import KVCacheConfig
 from quire.config.parallel import Shard
+from quire.runner.parallel.configs import to_bytes
 from quire.runner.parallel.links import PATIENCE_S, ChildProcess, Launch, Links
 from quire.runner.parallel.messages import DraftPass, LoadAdapter, Restart, Start, Step, UnloadAdapter
 from quire.runner.parallel.placing import rank_threads
@@ -41,7 +41,7 @@ class RanksExecutor:
             shards = [Shard(rank, num_ranks) for rank in range(num_ranks)]
             configs = [replace(config, parallel=rank_threads(config.parallel, shard)) for shard in shards]
             caches = [kv_cache.of_rank(shard) for shard in shards]
-            shares = [pickle.dumps(share) for share in zip(configs, caches, strict=True)]
+            shares = [to_bytes(*share) for share in zip(configs, caches, strict=True)]
             links.send_each([Start(r, num_ranks, slot_bytes, share) for r, share in enumerate(shares[1:], start=1)])
             ranks = self._ranks = kernels.Ranks.join(shards[0], links.memory, slot_bytes, PATIENCE_S)
             links.when_lost = ranks.stop

@@ -23,7 +23,7 @@ class Start(Message):
     num_ranks: int
     slot_bytes: int
     share: bytes
-    """EngineConfig and KVCacheConfig, pickled: the socket is that of the process which started this one."""
+    """EngineConfig and KVCacheConfig, as `configs.to_bytes` writes them."""
 
 
 class Step(Message):

@@ -7,7 +7,6 @@ closes the socket, or ends itself.
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -24,6 +23,7 @@ from quire.common.log import logger
 from quire.config.args import EngineConfig
 from quire.config.kv_cache import KVCacheConfig
 from quire.config.parallel import Shard
+from quire.runner.parallel.configs import from_bytes
 from quire.runner.parallel.messages import (
     TO_RANK,
     Connection,
@@ -80,7 +80,7 @@ def serve(sock: socket.socket, memory: int, *, pins: bool = True) -> None:
 
 
 def _share_of(start: Start) -> tuple[EngineConfig, KVCacheConfig]:
-    config, kv_cache = pickle.loads(start.share)
+    config, kv_cache = from_bytes(start.share)
     assert isinstance(config, EngineConfig)
     assert isinstance(kv_cache, KVCacheConfig)
     return config, kv_cache
