@@ -29,7 +29,8 @@ _DATACLASSES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
         EngineConfig, ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig, LoRAConfig, SpeculativeConfig,
-        HeadConfig, HeadFormat, KVCacheConfig, KVCacheGroup, FullAttentionSpec, SlidingWindowSpec, LatentSpec, NoCacheSpec,
+        HeadConfig, HeadFormat, KVCacheConfig, KVCacheGroup, FullAttentionSpec, SlidingWindowSpec, LatentSpec,
+        NoCacheSpec,
     )
 }  # fmt: skip
 _OTHERS: dict[str, Callable[..., Any]] = {
