@@ -29,8 +29,10 @@ def test_mixed_requests_in_a_small_cache_equal_one_process(part: int) -> None:
     rng = random.Random(part)
     shared = [rng.randrange(3, mixed.VOCAB) for _ in range(mixed.LONGEST)]
     count = 40 if part else 250
-    prompts = [mixed.any_prompt(rng, shared) for _ in range(count)]
-    params = [mixed.any_params(rng) for _ in range(count)]
+    # And twelve that start together, whatever grammars wait for, and grow to twice the cache.
+    prompts = [[3 + i] * 15 for i in range(12)] + [mixed.any_prompt(rng, shared) for _ in range(count)]
+    growing = SamplingParams(temperature=0, max_tokens=45, ignore_eos=True, logprobs=0)
+    params = [growing] * 12 + [mixed.any_params(rng) for _ in range(count)]
     given: dict[str, Any] = {"dtype": ("bfloat16", "float32")[part], "max_model_len": 64}
     expected = mixed.run(LLM(**given, num_gpu_blocks_override=400), prompts, params)
     small = {"num_gpu_blocks_override": 24, "max_num_seqs": 24, "max_num_batched_tokens": 96, "swap_space": 0.001}
