@@ -6,6 +6,9 @@
 #pragma once
 
 #include "matmul/tiles.h"
+#if defined(QUIRE_AMX)
+#include "matmul/amx_matmul.h"
+#endif
 
 namespace quire::QUIRE_ISA {
 
@@ -21,8 +24,13 @@ constexpr int64_t kSharedTaskPanels = 32;  // panels for which rows of x are sta
 static_assert(kSharedRows * kSharedTaskPanels <= kTaskRows * kTaskPanels);
 
 // A task's sums, and its rows of x for one block of k.
-constexpr int64_t kScratchBytes =
+constexpr int64_t kTileScratchBytes =
     kTaskRows * kTaskPanels * kPanelColumns * 4 + kStageBytes + kSharedRows * (kBlockUnits * 8 + 64);
+#if defined(QUIRE_AMX)
+constexpr int64_t kScratchBytes = kTileScratchBytes > kAmxScratchBytes ? kTileScratchBytes : kAmxScratchBytes;
+#else
+constexpr int64_t kScratchBytes = kTileScratchBytes;
+#endif
 
 QUIRE_INLINE bool is_shared(int64_t rows) { return rows > kTileRows && rows <= kSharedRows; }
 
@@ -251,6 +259,13 @@ static void run_task(const MatmulArgs& args, const ProductTask& task, char* scra
     }
   }
 }
+
+#if defined(QUIRE_AMX)
+template <>
+void run_task<bf16>(const MatmulArgs& args, const ProductTask& task, char* scratch) {
+  run_amx_task(args, task, scratch);
+}
+#endif
 
 template <typename T>
 static void matmul(const MatmulArgs& args) {
