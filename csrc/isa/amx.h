@@ -10,12 +10,28 @@
 
 #include "common.h"
 
+#if !defined(QUIRE_AMX)
+
 namespace quire::QUIRE_ISA {
 
-constexpr int64_t kAmxRows = 16;       // of a tile
-constexpr int64_t kAmxRowBytes = 64;   // of a row of a tile
-constexpr int64_t kAmxUnits = 16;      // units of four bytes in a row: what a product of tiles adds up at once
-constexpr int64_t kAmxMostRows = 32;   // of x in two tiles
+constexpr bool kAmx = false;
+
+struct Tiles {
+  QUIRE_MEMBER void release() {}
+};
+
+}  // namespace quire::QUIRE_ISA
+
+#else
+
+namespace quire::QUIRE_ISA {
+
+constexpr bool kAmx = true;
+
+constexpr int64_t kAmxRows = 16;      // of a tile
+constexpr int64_t kAmxRowBytes = 64;  // of a row of a tile
+constexpr int64_t kAmxUnits = 16;     // units of four bytes in a row: what a product of tiles adds up at once
+constexpr int64_t kAmxMostRows = 32;  // of x in two tiles
 
 struct alignas(64) AmxConfig {
   uint8_t palette, start_row, reserved[14];
@@ -46,6 +62,11 @@ QUIRE_INLINE void release_tiles() { asm volatile("tilerelease" ::: "memory"); }
 template <int kTile>
 QUIRE_INLINE void load_tile(const void* from, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile) : "memory");
+}
+// The same of what is not read again soon.
+template <int kTile>
+QUIRE_INLINE void stream_tile(const void* from, int64_t stride) {
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile) : "memory");
 }
 template <int kTile>
 QUIRE_INLINE void store_tile(void* to, int64_t stride) {
@@ -92,6 +113,10 @@ static void load_tile(const void* from, int64_t stride) {
   for (int64_t r = 0; r < tile.rows; ++r) {
     std::memcpy(tile.data[r], static_cast<const char*>(from) + r * stride, size_t(tile.row_bytes));
   }
+}
+template <int kTile>
+static void stream_tile(const void* from, int64_t stride) {
+  load_tile<kTile>(from, stride);
 }
 template <int kTile>
 static void store_tile(void* to, int64_t stride) {
@@ -179,3 +204,5 @@ class Tiles {
 };
 
 }  // namespace quire::QUIRE_ISA
+
+#endif

@@ -265,11 +265,16 @@ template <>
 void run_task<bf16>(const MatmulArgs& args, const ProductTask& task, char* scratch) {
   run_amx_task(args, task, scratch);
 }
+template <typename T>
+inline constexpr bool kUsesTiles = sizeof(T) == sizeof(bf16);
+#else
+template <typename T>
+inline constexpr bool kUsesTiles = false;
 #endif
 
 template <typename T>
 static void matmul(const MatmulArgs& args) {
-  const int64_t task_panels = is_shared(args.rows) ? kSharedTaskPanels : kTaskPanels;
+  const int64_t task_panels = !kUsesTiles<T> && is_shared(args.rows) ? kSharedTaskPanels : kTaskPanels;
   for_tasks(args.rows, args.weight.n, args.weight.k, task_panels, [&](const ProductTask& task, int thread) {
     run_task<T>(args, task, static_cast<char*>(thread_scratch(thread, kScratchBytes)));
   });

@@ -55,7 +55,7 @@ def distance_terms(num_tokens: int, num_heads: int) -> DistanceTerms:
 
 def compare(given, scale: float, how: EncoderVariant, terms: DistanceTerms | None = None) -> None:
     actual = kernels.encoder_attention(*given, scale, how, terms)
-    is_pairs = given[0].dtype is torch.bfloat16 and kernels.isa() == "avx512_bf16"
+    is_pairs = given[0].dtype is torch.bfloat16 and kernels.isa() in ("avx512_bf16", "amx")
     expected = reference_attention.encoder_attention(*given, scale, how, terms)
     assert_close("encoder_attention_pairs" if is_pairs else "encoder_attention", actual, expected)
 
