@@ -29,10 +29,10 @@ static_assert(kPassRows == kAmxMostRows && kTileKeys % kStepPairs == 0);
 // has none.
 QUIRE_INLINE f32 without_denormals(f32 v) { return select(abs(v) < set1(0x1p-126f), set1(0.0f), v); }
 
-// As score_keys, of rows [first_row, end_row) and all keys that some of them see.
+// As score_keys, of rows [first_row, end_row) and all keys that some of them see. Without their scales unless `scales`.
 static void score_on_tiles(const AttentionArgs& args, const AttentionScratch& scratch, Tiles& tiles,
                            const KeyTile<bf16>& tile, int64_t first_row, int64_t end_row, const bf16* queries,
-                           LookAhead<bf16>* ahead) {
+                           bool scales, LookAhead<bf16>* ahead) {
   const KeyRange keys = seen_by(scratch, tile, first_row, end_row);
   const int64_t head_dim = args.head_dim, rows = end_row - first_row;
   float* scores = scratch.scores;
@@ -71,7 +71,7 @@ static void score_on_tiles(const AttentionArgs& args, const AttentionScratch& sc
       store_tile<3>(to + kAmxRows * kTileKeys + W, kStride);
     }
   }
-  for (int64_t r = 0; r < rows; ++r, scores += kTileKeys) {
+  for (int64_t r = 0; r < rows && scales; ++r, scores += kTileKeys) {
     const f32 scale = set1(scratch.query_scales[first_row + r]);
     for (int64_t v = begin; v < end; ++v) store(scores + v * W, load(scores + v * W) * scale);
   }

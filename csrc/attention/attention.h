@@ -100,6 +100,10 @@ class AttentionTask {
   // Whether products are computed on tiles, which depends on the layer alone.
   bool uses_tiles() const { return kHasTiles && !a_.has_latents() && a_.head_dim % 32 == 0; }
 
+  // Whether scores of tiles get their scale with the softmax: where nothing else is done to them before.
+  bool scales_late() const { return uses_tiles() && !a_.changes_scores() && a_.scale > 0; }
+  float late_scale() const { return scales_late() ? a_.scale * kLog2E : 1.0f; }
+
   typename Lane::Query* query(int64_t r) const {
     return reinterpret_cast<typename Lane::Query*>(s_.queries) + r * a_.head_dim;
   }
@@ -214,7 +218,8 @@ class AttentionTask {
       if (a_.has_latents()) score_latents(a_, s_, tile, begin_row, end_row, ahead);
     }
     if constexpr (kHasTiles) {
-      if (uses_tiles()) score_on_tiles(a_, s_, tiles_, tile, begin_row, end_row, query(begin_row), ahead);
+      if (uses_tiles())
+        score_on_tiles(a_, s_, tiles_, tile, begin_row, end_row, query(begin_row), !scales_late(), ahead);
     }
     for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
       if (!a_.has_latents() && !uses_tiles()) {
@@ -235,14 +240,14 @@ class AttentionTask {
         if (first_seen > vector * W || seen_end < vectors_end * W) {
           mask_scores(scores(r), vector, vectors_end, first_seen, seen_end);
         }
-        s_.references[r] = largest_score(scores(r), vector, vectors_end);
+        s_.references[r] = largest_score(scores(r), vector, vectors_end) * late_scale();
       }
     });
     update_maxima(end_row - begin_row, state.maxima + begin_row, s_.references + begin_row, s_.decay + begin_row);
     for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
       const int64_t vector = first / W, vectors_end = (last + W - 1) / W;
       for (int64_t r = row; r < row + rows; ++r) {
-        softmax_row<typename Values::Prob>(scores(r), vector, vectors_end, s_.references[r], s_.decay[r],
+        softmax_row<typename Values::Prob>(scores(r), vector, vectors_end, late_scale(), s_.references[r], s_.decay[r],
                                            row_sums(state, r));
       }
       if constexpr (kInt8) quantize_probs(tile, a_.head_dim, rows, scores(row), vector, vectors_end, s_.steps + row);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "attention/plan.h"
+#include "isa/amx.h"
 #include "isa/rows.h"
 #include "isa/simd.h"
 #include "quantized/int8_lanes.h"
@@ -131,6 +132,20 @@ QUIRE_INLINE f32 exp2_negative(f32 v) {
 #else
   return as_float((as_int(p) + (as_int(shifted) << 23)) & (v > lowest));
 #endif
+}
+
+// As exp2_negative, as near as probabilities need that are then rounded to Prob. On tiles little else is left to do
+// than this, so that it is within 2^-13 there, a sixteenth of the rounding of bf16.
+template <typename Prob>
+QUIRE_INLINE f32 exp2_for(f32 v) {
+#if defined(QUIRE_AMX)
+  if constexpr (sizeof(Prob) == sizeof(bf16)) {
+    const f32 power = _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const f32 p = polynomial(v - power, 0.05500893f, 0.242211f, 0.69328293f, 1.0f);
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(v, set1(-126.0f), _CMP_GT_OQ), p, power);
+  }
+#endif
+  return exp2_negative(v);
 }
 
 // scores[r][key] = scales[r] * (queries[r] . key) for R rows, head_dim apart, and the V vectors of keys from `vector`
@@ -288,13 +303,16 @@ static inline void update_maxima(int64_t rows, float* maxima, float* references,
   });
 }
 
-// Turn vectors [vector, end) of a row of scores into probabilities relative to `reference`, in place but as narrow as
-// Prob; sums = sums * decay + all of them.
+// Turn vectors [vector, end) of a row of scores, times `factor` (1 but on tiles), into probabilities relative to
+// `reference`, in place but as narrow as Prob; sums = sums * decay + all of them.
 template <typename Prob>
-QUIRE_INLINE void softmax_row(float* scores, int64_t vector, int64_t end, float reference, float decay, float* sums) {
+QUIRE_INLINE void softmax_row(float* scores, int64_t vector, int64_t end, float factor, float reference, float decay,
+                              float* sums) {
   f32 sum = load(sums) * set1(decay);
   for (int64_t v = vector; v < end; ++v) {
-    const f32 prob = exp2_negative(load(scores + v * W) - set1(reference));
+    f32 score = load(scores + v * W);
+    if constexpr (kAmx) score = score * set1(factor);
+    const f32 prob = exp2_for<Prob>(score - set1(reference));
     store(reinterpret_cast<Prob*>(scores) + v * W, prob);
     sum = sum + prob;
   }

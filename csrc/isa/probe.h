@@ -1,6 +1,7 @@
 // What this machine can do at best, measured: the two limits that benchmarks are read against.
 #pragma once
 
+#include "isa/amx.h"
 #include "isa/simd.h"
 #include "kernel_table.h"
 #include "quantized/quads.h"
@@ -75,9 +76,35 @@ static int64_t multiply_in_registers(int64_t rounds) {
   return int64_t{kChains} * W * 8 / int64_t(sizeof(T)) * (std::is_same_v<T, Nibble> ? 8 : 1);
 }
 
+#if defined(QUIRE_AMX)
+// The same on tiles.
+template <typename T>
+static int64_t multiply_on_tiles(int64_t rounds) {
+  const T* type = nullptr;
+  auto task = [&](int64_t, int) {
+    Tiles tiles;
+    tiles.configure(kAmxMostRows);
+    for (int64_t round = 0; round < rounds; ++round) {
+      multiply_tiles<0, 4, 6>(type);
+      multiply_tiles<1, 4, 7>(type);
+      multiply_tiles<2, 5, 6>(type);
+      multiply_tiles<3, 5, 7>(type);
+    }
+    tiles.release();
+  };
+  parallel_for(num_threads(), task);
+  return 4 * 2 * kAmxRows * kAmxUnits * kAmxRowBytes / int64_t(sizeof(T));
+}
+#else
+template <typename T>
+static int64_t multiply_on_tiles(int64_t rounds) {
+  return multiply_in_registers<T>(rounds);
+}
+#endif
+
 static constexpr ProbeTable kProbe = {
     .read_memory = read_memory,
-    .multiply_in_registers = {multiply_in_registers<float>, multiply_in_registers<bf16>, multiply_in_registers<int8_t>,
+    .multiply_in_registers = {multiply_in_registers<float>, multiply_on_tiles<bf16>, multiply_on_tiles<int8_t>,
                               multiply_in_registers<Nibble>},
 };
 

@@ -15,21 +15,23 @@ namespace portable {
 extern const KernelTable table;
 }
 #if defined(__x86_64__)
-namespace avx2 {
+namespace amx {
 extern const KernelTable table;
 }
-namespace avx_vnni {
+#if !defined(QUIRE_EMULATE_AMX)  // else the only variants are that one and the portable one
+namespace avx512_bf16 {
 extern const KernelTable table;
 }
 namespace avx512 {
 extern const KernelTable table;
 }
-namespace avx512_bf16 {
+namespace avx_vnni {
 extern const KernelTable table;
 }
-namespace amx {
+namespace avx2 {
 extern const KernelTable table;
 }
+#endif
 #endif
 
 namespace {
@@ -72,10 +74,12 @@ struct Variants {
     const bool has_avx512_bf16 =
         has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
     best_first[0] = {&amx::table, has_avx512_bf16 && can_use_amx()};
+#if !defined(QUIRE_EMULATE_AMX)
     best_first[1] = {&avx512_bf16::table, has_avx512_bf16};
     best_first[2] = {&avx512::table, has_avx512};
     best_first[3] = {&avx_vnni::table, has_avx2 && __builtin_cpu_supports("avxvnni")};
     best_first[4] = {&avx2::table, has_avx2};
+#endif
 #endif
     best_first[5] = {&portable::table, true};
     for (const Variant& variant : best_first) {

@@ -1,0 +1,35 @@
+"""Digests of what the variant `amx` computes, one in a line: run by two builds of the extension, they must be equal."""
+
+import hashlib
+
+import torch
+
+from quire import kernels
+from quire.kernels.backends import choose_cpu_backend, register_backend
+from tests.kernels.test_matmul import randn
+
+
+def main() -> None:
+    """Print the digests."""
+    register_backend("cpu", choose_cpu_backend("amx"))
+    for n, k in ((33, 7), (96, 160), (64, 2051)):
+        weight = randn(n, k, seed=n).bfloat16()
+        for matrix in (kernels.pack_weight(weight), kernels.quantize_weight(weight, "int8")):
+            for rows in (1, 16, 37, 200):
+                x = randn(rows, k, seed=rows).bfloat16()
+                _show(f"{matrix.nbytes} x {rows}", kernels.matmul(x, matrix, None, torch.float32))
+    for head_dim, query_len in ((64, 1), (64, 40), (32, 300), (128, 33)):
+        keys = randn(30, 2, head_dim // 2, 16, 2, seed=head_dim).bfloat16()
+        values = randn(30, 2, 16, head_dim, seed=query_len).bfloat16()
+        query = randn(query_len, 6, head_dim).bfloat16()
+        starts, lengths = torch.tensor([0, query_len]).int(), torch.tensor([query_len + 77]).int()
+        table = torch.randperm(30, generator=torch.Generator().manual_seed(1)).int()[None]
+        _show(f"{head_dim} x {query_len}", kernels.paged_attention(query, keys, values, starts, lengths, table, 0.1))
+
+
+def _show(name: str, tensor: torch.Tensor) -> None:
+    print(name, hashlib.sha256(tensor.float().numpy().tobytes()).hexdigest())
+
+
+if __name__ == "__main__":
+    main()
