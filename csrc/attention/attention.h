@@ -144,7 +144,7 @@ class AttentionTask {
       int16_t* to = query(r) + begin;
       for_parts(count, [&](int64_t i, int64_t n) {
         const i32 v = __builtin_convertvector(load_some(rotated + i, n) * inverse + shifter - shifter, i32);
-        for (int64_t j = 0; j < n; ++j) to[i + j / 4 * 4 + j % 4 / 2 + j % 2 * 2] = int16_t(v[j]);
+        for (int64_t j = 0; j < n; ++j) Lane::store_query(to, i + j, v[j]);
       });
     });
     s_.query_scales[r] *= most / levels;
