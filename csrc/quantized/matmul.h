@@ -170,7 +170,7 @@ static void multiply_piece(const char* rows, int64_t num_rows, const PanelReader
         piece.shares = row_blocks * passes;
         piece.ahead = ahead - vector * W * kUnitBytes;
       }
-      const RunTile* run = quantized_tile(reader.shape.format, is_plain, reader.has_plain_halves(), height, width);
+      RunTile* const run = quantized_tile(reader.shape.format, is_plain, reader.has_plain_halves(), height, width);
       run(rows + row * layout.bytes, layout, piece, vector * W, sums + row * kPanelColumns);
     });
     if (!are_shared) piece.ask = Ask::kNot;
