@@ -9,13 +9,14 @@
 
 #include <cstring>
 
+#include "attention/amx_tile.h"
 #include "attention/latents.h"
 #include "attention/look_ahead.h"
 #include "attention/plan.h"
+#include "attention/queries.h"
 #include "attention/tile.h"
 #include "isa/rows.h"
 #include "isa/simd.h"
-#include "quantized/rotation.h"
 
 namespace quire::QUIRE_ISA {
 
@@ -25,6 +26,7 @@ class AttentionTask {
   using Lane = KeyLane<C>;
   using Values = ValueLane<C>;
   static constexpr bool kInt8 = sizeof(C) == 1;
+  static constexpr bool kHasTiles = kAmx && sizeof(C) == sizeof(bf16);
 
  public:
   AttentionTask(const AttentionArgs& args, const AttentionItem& item, const AttentionScratch& scratch)
@@ -53,13 +55,18 @@ class AttentionTask {
         ahead.begin_tile();
         for (int64_t head = 0; head < item_.num_kv_heads; ++head) {
           locate(start, first, last, item_.kv_head + head, tile);
-          if (stages()) stage_values(tile, first, last, 0, a_.value_dim, a_.row_stride, s_.values);
+          const int64_t around = uses_tiles() ? 32 : 1;  // keys of whole steps
+          if (stages()) {
+            stage_values(tile, first / around * around, (last + around - 1) / around * around, 0, a_.value_dim,
+                         a_.row_stride, s_.values);
+          }
           run_tile(tile, head * head_rows_, state, ahead);
         }
       }
       if (item_.state < 0 && !is_first) merge(state);
     }
     if (item_.state < 0) write_output();
+    if constexpr (kHasTiles) tiles_.release();
   }
 
   // Merge the sections' states, first section first, and write the output.
@@ -86,7 +93,12 @@ class AttentionTask {
 
   // Whether values are made into lanes once for all rows, not by each block of rows for itself. Latents are so wide
   // that some of their dimensions at a time are.
-  bool stages() const { return !a_.has_latents() && (head_rows_ > kMostAttentionRows || a_.value_dim % (4 * W) != 0); }
+  bool stages() const {
+    return !a_.has_latents() && (head_rows_ > kMostAttentionRows || a_.value_dim % (4 * W) != 0 || uses_tiles());
+  }
+
+  // Whether products are computed on tiles, which depends on the layer alone.
+  bool uses_tiles() const { return kHasTiles && !a_.has_latents() && a_.head_dim % 32 == 0; }
 
   typename Lane::Query* query(int64_t r) const {
     return reinterpret_cast<typename Lane::Query*>(s_.queries) + r * a_.head_dim;
@@ -109,45 +121,12 @@ class AttentionTask {
         s_.first_keys[r] = first_key;
         s_.end_keys[r] = end_key;
         if constexpr (kInt8) {
-          quantize_query(r, from);
+          s_.query_scales[r] *= quantize_query(from, a_.head_dim, query(r));
         } else {
           std::memcpy(query(r), from, size_t(a_.head_dim) * sizeof(T));
         }
       }
     }
-  }
-
-  // Calls call(begin, count, rotated) for blocks of a query, rotated as the keys of an int8 cache are.
-  template <typename Call>
-  void for_rotated_blocks(const T* from, const Call& call) const {
-    alignas(64) float rotated[256];
-    for (int64_t begin = 0, count; begin < a_.head_dim; begin += count) {
-      count = rotation_width(a_.head_dim - begin);
-      const T* block = from + begin;
-      const f32 factor = set1(1 / rotation_root(count));
-      rotate_values(count, [=](int64_t i, int64_t n) { return load_some(block + i, n) * factor; }, rotated);
-      call(begin, count, rotated);
-    }
-  }
-
-  // Stage row r's query as int16 multiples of a step that goes into its scale. The number of multiples is such that no
-  // sum overflows.
-  void quantize_query(int64_t r, const T* from) const {
-    const float levels = float(min_of(32767, (int64_t{1} << 24) / a_.head_dim));
-    f32 largest = set1(0.0f);
-    for_rotated_blocks(from, [&](int64_t, int64_t count, const float* rotated) {
-      for_parts(count, [&](int64_t i, int64_t n) { largest = max(largest, abs(load_some(rotated + i, n))); });
-    });
-    const float most = reduce_max(largest);
-    const f32 inverse = set1(most > kTiny ? levels / most : 0.0f), shifter = set1(12582912.0f);
-    for_rotated_blocks(from, [&](int64_t begin, int64_t count, const float* rotated) {
-      int16_t* to = query(r) + begin;
-      for_parts(count, [&](int64_t i, int64_t n) {
-        const i32 v = __builtin_convertvector(load_some(rotated + i, n) * inverse + shifter - shifter, i32);
-        for (int64_t j = 0; j < n; ++j) Lane::store_query(to, i + j, v[j]);
-      });
-    });
-    s_.query_scales[r] *= most / levels;
   }
 
   void clear(const State& state) const {
@@ -206,10 +185,10 @@ class AttentionTask {
   // Let the head's rows, from `row` on, see one tile. Beside the work on few rows, what comes later is fetched; many
   // rows leave the processor's own prefetchers time enough.
   void run_tile(const KeyTile<C>& tile, int64_t row, const State& state, LookAhead<C>& ahead) const {
-    const int64_t most = a_.has_latents() ? kMostAttentionRows : kAttentionRows;
+    const int64_t most = a_.has_latents() || uses_tiles() ? kMostAttentionRows : kAttentionRows;
     const int64_t blocks = head_rows_ <= kMostAttentionRows ? 1 : (head_rows_ + most - 1) / most;
     const auto row_of = [&](int64_t b) {
-      return row + (a_.has_latents() ? min_of(b * most, head_rows_) : head_rows_ * b / blocks);
+      return row + (a_.has_latents() || uses_tiles() ? min_of(b * most, head_rows_) : head_rows_ * b / blocks);
     };
     for (int64_t r = row; r < row + head_rows_; ++r) s_.references[r] = -kInfinity;
     for (int64_t block = 0; block < blocks; block += kPassBlocks) {
@@ -226,17 +205,19 @@ class AttentionTask {
     const auto for_blocks = [&](const auto& call) {  // call(row, rows, first, last): rows that see keys [first, last)
       for (int64_t b = begin; b < end; ++b) {
         const int64_t row = row_of(b), after = row_of(b + 1);
-        const int64_t first = max_of(s_.first_keys[row] - tile.start, 0);
-        const int64_t last = min_of(s_.end_keys[after - 1] - tile.start, kTileKeys);
-        if (first < last) call(row, after - row, first, last);
+        const KeyRange keys = seen_by(s_, tile, row, after);
+        if (keys.first < keys.last) call(row, after - row, keys.first, keys.last);
       }
     };
     const auto fetch = [&](int64_t row) { return row == begin_row ? ahead : nullptr; };
     if constexpr (!kInt8) {
       if (a_.has_latents()) score_latents(a_, s_, tile, begin_row, end_row, ahead);
     }
+    if constexpr (kHasTiles) {
+      if (uses_tiles()) score_on_tiles(a_, s_, tiles_, tile, begin_row, end_row, query(begin_row), ahead);
+    }
     for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
-      if (!a_.has_latents()) {
+      if (!a_.has_latents() && !uses_tiles()) {
         with_rows<kMostAttentionRows>(rows, [&]<int R>() {
           constexpr int kVectors = kAttentionVectors<R>;
           for (int64_t v = first / W / kVectors * kVectors; v * W < last; v += kVectors) {
@@ -268,6 +249,12 @@ class AttentionTask {
     });
     if constexpr (!kInt8) {
       if (a_.has_latents()) return add_latents(a_, s_, tile, begin_row, end_row, state.rows);
+    }
+    if constexpr (kHasTiles) {
+      if (uses_tiles()) {
+        for (int64_t b = begin; b < end; ++b) clear_unseen(s_, tile, begin_row, end_row, row_of(b), row_of(b + 1));
+        return add_on_tiles(a_, s_, tiles_, tile, begin_row, end_row, state.rows);
+      }
     }
     for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
       with_rows<kMostAttentionRows>(rows, [&]<int R>() {
@@ -330,7 +317,8 @@ class AttentionTask {
       const f32 keep = exp2_negative(set1(total_max - new_max)), add = exp2_negative(set1(part_max - new_max));
       float* to = total().rows + r * a_.row_stride;
       for (int64_t i = 0; i < a_.row_stride; i += W) {
-        store(to + i, fma(load(part.rows + r * a_.row_stride + i), add, load(to + i) * keep));
+        store(to + i, fma(without_denormals(load(part.rows + r * a_.row_stride + i)), add,
+                          without_denormals(load(to + i)) * keep));
       }
       total_max = new_max;
     }
@@ -352,8 +340,9 @@ class AttentionTask {
       const float sum = reduce_add(load(row_sums(total(), r)));
       const f32 inverse = a_.sinks == nullptr ? set1(1.0f / sum) : inverse_with_sink(r, sum);
       // Adding zero turns -0 into +0: a masked key adds zero to an output, which is the one thing that can change one.
-      for_parts(a_.value_dim,
-                [&](int64_t d, int64_t n) { store_some(out + d, load(from + d) * inverse + set1(0.0f), n); });
+      for_parts(a_.value_dim, [&](int64_t d, int64_t n) {
+        store_some(out + d, without_denormals(load(from + d)) * inverse + set1(0.0f), n);
+      });
     }
   }
 
@@ -364,6 +353,7 @@ class AttentionTask {
   int64_t token_rows_;  // of one token
   int64_t rows_;        // of all; several key/value heads are of one token, so that a head's lie side by side
   int64_t head_rows_;
+  mutable Tiles tiles_;
 };
 
 template <typename T, typename C = T>

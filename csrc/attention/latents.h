@@ -53,12 +53,6 @@ static inline void arrange_queries(const AttentionArgs& args, const AttentionScr
   }
 }
 
-// The keys of a tile that some of rows [begin, end) see.
-template <typename C>
-QUIRE_INLINE KeyRange seen_by(const AttentionScratch& scratch, const KeyTile<C>& tile, int64_t begin, int64_t end) {
-  return {max_of(scratch.first_keys[begin] - tile.start, 0), min_of(scratch.end_keys[end - 1] - tile.start, kTileKeys)};
-}
-
 // Scores of rows [begin, end), of which `begin` is a multiple of W.
 template <typename C>
 static inline void score_latents(const AttentionArgs& args, const AttentionScratch& scratch, const KeyTile<C>& tile,

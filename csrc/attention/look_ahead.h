@@ -27,6 +27,12 @@ static inline KeyRange key_range(const AttentionArgs& args, const AttentionItem&
           min_of(args.end_key(item.seq, context + item.token_end - 1), item.section_end * kSectionKeys)};
 }
 
+// The keys of a tile that some of rows [begin, end) see.
+template <typename C>
+QUIRE_INLINE KeyRange seen_by(const AttentionScratch& scratch, const KeyTile<C>& tile, int64_t begin, int64_t end) {
+  return {max_of(scratch.first_keys[begin] - tile.start, 0), min_of(scratch.end_keys[end - 1] - tile.start, kTileKeys)};
+}
+
 template <typename C>
 QUIRE_INLINE int64_t key_lanes(const AttentionArgs& args) {
   return args.head_dim / KeyLane<C>::kPack + KeyLane<C>::kScaleLanes;

@@ -78,7 +78,7 @@ static void run_expert_task(const ExpertMatmulArgs& args, const ExpertChunk& chu
   const ProductTask task = {0, chunk.rows, panel, panels};
   if (entry.format >= 0) {
     const QuantizedShape shape(int(entry.format), entry.base_group, args.n, args.k);
-    return run_quantized_task(PanelReader(shape), QuantizedRow(shape), entry.weight, rows, task, to, 0);
+    return run_quantized_task(PanelReader(shape), QuantizedRow(shape), entry.weight, rows, task, to, 0, thread);
   }
   char* scratch = static_cast<char*>(thread_scratch(thread, kScratchBytes));
   const PackedWeight weight = {entry.weight, args.n, args.k};

@@ -6,6 +6,9 @@
 #pragma once
 
 #include "matmul/tiles.h"
+#if defined(QUIRE_AMX)
+#include "matmul/amx_matmul.h"
+#endif
 #if defined(QUIRE_NEON_I8MM)
 #include "matmul/neon_tile.h"
 #endif
@@ -24,8 +27,13 @@ constexpr int64_t kSharedTaskPanels = 32;  // panels for which rows of x are sta
 static_assert(kSharedRows * kSharedTaskPanels <= kTaskRows * kTaskPanels);
 
 // A task's sums, and its rows of x for one block of k.
-constexpr int64_t kScratchBytes =
+constexpr int64_t kTileScratchBytes =
     kTaskRows * kTaskPanels * kPanelColumns * 4 + kStageBytes + kSharedRows * (kBlockUnits * 8 + 64);
+#if defined(QUIRE_AMX)
+constexpr int64_t kScratchBytes = kTileScratchBytes > kAmxScratchBytes ? kTileScratchBytes : kAmxScratchBytes;
+#else
+constexpr int64_t kScratchBytes = kTileScratchBytes;
+#endif
 
 QUIRE_INLINE bool is_shared(int64_t rows) { return rows > kTileRows && rows <= kSharedRows; }
 
@@ -259,9 +267,21 @@ static void run_task(const MatmulArgs& args, const ProductTask& task, char* scra
   }
 }
 
+#if defined(QUIRE_AMX)
+template <>
+void run_task<bf16>(const MatmulArgs& args, const ProductTask& task, char* scratch) {
+  run_amx_task(args, task, scratch);
+}
+template <typename T>
+inline constexpr bool kUsesTiles = sizeof(T) == sizeof(bf16);
+#else
+template <typename T>
+inline constexpr bool kUsesTiles = false;
+#endif
+
 template <typename T>
 static void matmul(const MatmulArgs& args) {
-  const int64_t task_panels = is_shared(args.rows) ? kSharedTaskPanels : kTaskPanels;
+  const int64_t task_panels = !kUsesTiles<T> && is_shared(args.rows) ? kSharedTaskPanels : kTaskPanels;
   for_tasks(args.rows, args.weight.n, args.weight.k, task_panels, [&](const ProductTask& task, int thread) {
     run_task<T>(args, task, static_cast<char*>(thread_scratch(thread, kScratchBytes)));
   });

@@ -39,8 +39,14 @@ constexpr TileShape kTileShape = {4, 2, 4};
 #endif
 constexpr int kTileRows = kTileShape.rows;
 
+#if defined(QUIRE_AMX)
+constexpr int64_t kBlockRows = 32;  // whose products are computed together: tasks begin at multiples
+#else
+constexpr int64_t kBlockRows = kTileRows;
+#endif
 constexpr int64_t kTaskPanels = 8;
 constexpr int64_t kTaskRows = 16 * kTileRows;
+static_assert(kTaskRows % kBlockRows == 0);
 constexpr int64_t kInlineProducts = 128 * 1024;  // done before a sleeping worker would have woken
 
 QUIRE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -174,7 +180,7 @@ template <typename Run>
 static void for_tasks(int64_t rows, int64_t n, int64_t k, int64_t task_panels, const Run& run) {
   const int64_t panels = ceil_div(n, kPanelColumns);
   if (rows == 0 || panels == 0) return;
-  const int64_t row_tasks = ceil_div(rows, kTaskRows), row_blocks = ceil_div(rows, kTileRows);
+  const int64_t row_tasks = ceil_div(rows, kTaskRows), row_blocks = ceil_div(rows, kBlockRows);
   const bool is_small = rows * n * k <= kInlineProducts;
   int64_t panel_tasks = ceil_div(panels, task_panels);
   if (!is_small) {  // as many equal tasks as all threads finish together
@@ -184,8 +190,8 @@ static void for_tasks(int64_t rows, int64_t n, int64_t k, int64_t task_panels, c
   auto task = [&](int64_t index, int thread) {
     const int64_t p = index / row_tasks, r = index % row_tasks;
     ProductTask part;
-    part.row = r * row_blocks / row_tasks * kTileRows;
-    part.rows = smaller((r + 1) * row_blocks / row_tasks * kTileRows, rows) - part.row;
+    part.row = r * row_blocks / row_tasks * kBlockRows;
+    part.rows = smaller((r + 1) * row_blocks / row_tasks * kBlockRows, rows) - part.row;
     part.panel = p * panels / panel_tasks;
     part.panels = (p + 1) * panels / panel_tasks - part.panel;
     run(part, thread);

@@ -9,6 +9,9 @@
 #include "isa/rows.h"
 #include "quantized/grouped_tile.h"
 #include "quantized/rotation.h"
+#if defined(QUIRE_AMX)
+#include "quantized/amx_whole.h"
+#endif
 
 namespace quire::QUIRE_ISA {
 
@@ -131,6 +134,9 @@ QUIRE_INLINE const TileShape& shape_of(const QuantizedRow& layout) {
 // Whether each of several passes through a piece of a panel asks for its share of the next piece, which then comes
 // while all rows are multiplied.
 static bool shares_requests(const PanelReader& reader, const QuantizedRow& layout, int64_t rows) {
+#if defined(QUIRE_AMX)
+  if (is_multiplied_on_tiles(reader.shape, rows)) return false;  // those tasks ask for what they need
+#endif
   const int64_t blocks = ceil_div(rows, shape_of(layout).rows);
   if (blocks == 1 || !reader.is_plain()) return false;
   if (kAsksNear) return blocks <= kSharingBlocks && has_large_nearest_cache();
@@ -252,7 +258,14 @@ static void quantize_x(const T* x, const int32_t* order, const float* factors, c
 
 // The product of a task's rows, of which `rows` is the first one quantized; the first of all is row `first` of `to`.
 static void run_quantized_task(const PanelReader& reader, const QuantizedRow& layout, const char* weight,
-                               const char* rows, const ProductTask& task, const ProductOut& to, int64_t first) {
+                               const char* rows, const ProductTask& task, const ProductOut& to, int64_t first,
+                               [[maybe_unused]] int thread) {
+#if defined(QUIRE_AMX)
+  if (is_multiplied_on_tiles(reader.shape, task.rows)) {
+    char* sums = static_cast<char*>(thread_scratch(thread, kTileSums * 4));
+    return run_whole_task(reader, layout, weight, rows, task, to, first, sums);
+  }
+#endif
   alignas(64) float sums[kTaskRows * kPanelColumns];
   const int64_t panel_bytes = reader.shape.panel_bytes();
   for (int64_t panel = task.panel; panel < task.panel + task.panels; ++panel) {
@@ -276,8 +289,9 @@ static void quantized_matmul(const QuantizedMatmulArgs& args) {
       }
     });
     const int64_t task_panels = shares_requests(reader, layout, rows) ? kSharingTaskPanels : kTaskPanels;
-    for_tasks(rows, args.to.n, layout.k, task_panels, [&](const ProductTask& task, int) {
-      run_quantized_task(reader, layout, args.weight, args.rows_of_x + task.row * row_bytes, task, args.to, first);
+    for_tasks(rows, args.to.n, layout.k, task_panels, [&](const ProductTask& task, int thread) {
+      run_quantized_task(reader, layout, args.weight, args.rows_of_x + task.row * row_bytes, task, args.to, first,
+                         thread);
     });
   }
 }

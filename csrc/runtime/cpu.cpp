@@ -1,6 +1,13 @@
 // Which ISA variants this CPU (and the operating system's register saving, which the builtins check too) can run.
 #include "kernel_table.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -25,6 +32,9 @@ extern const KernelTable table;
 namespace avx512_bf16 {
 extern const KernelTable table;
 }
+namespace amx {
+extern const KernelTable table;
+}
 #elif defined(__aarch64__)
 namespace neon {
 extern const KernelTable table;
@@ -38,6 +48,25 @@ extern const KernelTable table;
 #endif
 
 namespace {
+
+#if defined(__x86_64__)
+// Whether the processor has tiles of bf16 and int8, and the kernel lets this process use them: threads have room for
+// tiles only after they were asked for (https://docs.kernel.org/arch/x86/xstate.html).
+bool can_use_amx() {
+#if defined(QUIRE_EMULATE_AMX)
+  return true;
+#elif defined(__linux__)
+  constexpr unsigned kBFloat = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
+  const unsigned needed = kBFloat | kTile | kInt8;
+  return (d & needed) == needed && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 #if defined(__aarch64__)
 // Whether the processor has what the variants need beyond NEON, as the operating system says.
@@ -76,7 +105,7 @@ struct Variant {
 };
 
 struct Variants {
-  static constexpr int kCount = 5;
+  static constexpr int kCount = 6;
   Variant best_first[kCount] = {};
   const KernelTable* active = nullptr;
 
@@ -88,17 +117,18 @@ struct Variants {
                             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     const bool has_avx512_bf16 =
         has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-    best_first[0] = {&avx512_bf16::table, has_avx512_bf16};
-    best_first[1] = {&avx512::table, has_avx512};
-    best_first[2] = {&avx_vnni::table, has_avx2 && __builtin_cpu_supports("avxvnni")};
-    best_first[3] = {&avx2::table, has_avx2};
+    best_first[0] = {&amx::table, has_avx512_bf16 && can_use_amx()};
+    best_first[1] = {&avx512_bf16::table, has_avx512_bf16};
+    best_first[2] = {&avx512::table, has_avx512};
+    best_first[3] = {&avx_vnni::table, has_avx2 && __builtin_cpu_supports("avxvnni")};
+    best_first[4] = {&avx2::table, has_avx2};
 #elif defined(__aarch64__)
     const ArmFeatures features;
     best_first[0] = {&neon_i8mm::table, features.has_dot && features.has_i8mm && features.has_bf16};
     best_first[1] = {&neon_dot::table, features.has_dot};
     best_first[2] = {&neon::table, true};
 #endif
-    best_first[4] = {&portable::table, true};
+    best_first[5] = {&portable::table, true};
     for (const Variant& variant : best_first) {
       if (variant.supported && active == nullptr) active = variant.table;
     }
