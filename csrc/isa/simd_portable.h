@@ -1,9 +1,7 @@
-// 128-bit vectors in the compilers' portable vector syntax: baseline x86-64, arm64 and whatever else they compile for.
+// 128-bit vectors in the compilers' portable vector syntax: baseline x86-64 and whatever else they compile for.
 #pragma once
 
-#if defined(__aarch64__)
-#include <arm_neon.h>
-#elif defined(__SSE2__)
+#if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
 
@@ -58,11 +56,7 @@ QUIRE_INLINE void store_n(bf16* p, f32 v, int64_t n) {
   for (int64_t i = 0; i < n; ++i) p[i].bits = bits[i];
 }
 
-#if defined(__aarch64__)
-QUIRE_INLINE f32 fma(f32 a, f32 b, f32 c) { return vfmaq_f32(c, a, b); }
-#else
 QUIRE_INLINE f32 fma(f32 a, f32 b, f32 c) { return a * b + c; }
-#endif
 QUIRE_INLINE f32 max(f32 a, f32 b) { return a > b ? a : b; }
 
 QUIRE_INLINE float reduce_add(f32 v) { return (v[0] + v[2]) + (v[1] + v[3]); }
@@ -85,15 +79,11 @@ struct ByteTable {
 
   QUIRE_MEMBER explicit ByteTable(const uint8_t* sixteen) { std::memcpy(bytes, sixteen, sizeof bytes); }
   QUIRE_MEMBER i32 look_up(i32 indices) const {
-#if defined(__aarch64__)
-    return (i32)vqtbl1q_u8(vld1q_u8(bytes), (uint8x16_t)indices);
-#else
     uint8_t each[sizeof indices];
     std::memcpy(each, &indices, sizeof each);
     for (uint8_t& byte : each) byte = bytes[byte];
     std::memcpy(&indices, each, sizeof each);
     return indices;
-#endif
   }
 };
 

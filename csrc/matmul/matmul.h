@@ -9,6 +9,9 @@
 #if defined(QUIRE_AMX)
 #include "matmul/amx_matmul.h"
 #endif
+#if defined(QUIRE_NEON_I8MM)
+#include "matmul/neon_tile.h"
+#endif
 
 namespace quire::QUIRE_ISA {
 
@@ -39,16 +42,8 @@ QUIRE_INLINE int64_t next_rows(int64_t left) {
   return left % kTileRows > kTileRows / 2 ? smaller(kTileRows, left) : ceil_div(left, ceil_div(left, kTileRows));
 }
 
-// What a tile asks for ahead, in each unit a line for each vector: those of a panel are `vector_gap` apart, panels
-// `panel_gap`, units `step`. May be beyond what there is.
-struct Prefetch {
-  bool is_near;  // whether it is asked for as Ask::kNearest
-  const char* at;
-  int64_t panel_gap, vector_gap, step;
-};
-
 // What the inner loop reads x as: pairs where the ISA multiplies pairs, else float32.
-#if defined(__AVX512BF16__)
+#if defined(QUIRE_MULTIPLIES_PAIRS)
 template <typename T>
 struct StagedAs {
   using Type = T;
@@ -77,7 +72,7 @@ QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const T* x, int64_t x_stride, 
   }
 }
 
-#if !defined(__AVX512BF16__)
+#if !defined(QUIRE_MULTIPLIES_PAIRS)
 template <int R, int G>
 QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stride, const char* const (&panels)[G],
                                 int64_t offset, const bf16*) {
@@ -144,6 +139,18 @@ struct PackedTile {
     }
   }
 };
+
+#if defined(QUIRE_NEON_I8MM)
+template <>
+struct PackedTile<bf16> : MatrixTile {};
+consteval bool has_even_blocks() {
+  for (int64_t rows = 1; rows <= kTileRows; ++rows) {
+    if (kStageBytes / (kUnitBytes * rows) % 2 != 0) return false;
+  }
+  return kBlockUnits % 2 == 0;
+}
+static_assert(has_even_blocks());
+#endif
 
 // The widest staged row: a whole block of k for one row. Odd numbers of cache lines keep rows out of each other's sets.
 template <typename T>

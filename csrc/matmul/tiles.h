@@ -30,8 +30,10 @@ struct TileShape {
 constexpr TileShape kTileShape = {12, 2, 2};
 #elif defined(QUIRE_SIMD_AVX512)
 constexpr TileShape kTileShape = {12, 2, 8};
-#elif defined(__aarch64__)
-constexpr TileShape kTileShape = {5, 4, 4};
+#elif defined(QUIRE_NEON_I8MM)
+constexpr TileShape kTileShape = {6, 4, 4};
+#elif defined(QUIRE_SIMD_NEON)
+constexpr TileShape kTileShape = {5, 4, 8};
 #else
 constexpr TileShape kTileShape = {4, 2, 4};
 #endif
@@ -108,6 +110,14 @@ QUIRE_INLINE void ask_for(Ask ask, const char* first) {
     for (int64_t i = 0; i < kLines; ++i) __builtin_prefetch(first + i * 64, 0, 2);
   }
 }
+
+// What a tile asks for ahead, in each unit a line for each vector: those of a panel are `vector_gap` apart, panels
+// `panel_gap`, units `step`. May be beyond what there is.
+struct Prefetch {
+  bool is_near;  // whether it is asked for as Ask::kNearest
+  const char* at;
+  int64_t panel_gap, vector_gap, step;
+};
 
 // Keeps the compiler from moving memory accesses across this, such as requests together, which hinder each other then.
 QUIRE_INLINE void keep_order() { asm volatile("" ::: "memory"); }

@@ -45,6 +45,9 @@ QUIRE_INLINE int32_t lack_of([[maybe_unused]] f32 values, int32_t total, const Q
 #if defined(QUIRE_SIMD_AVX2) && !defined(__AVXVNNI__)
   if (!layout.has_bytes) return start_of_halves(values, layout.bits == 4 ? zero : 1 << (layout.bits - 1));
 #endif
+#if defined(QUIRE_SIMD_NEON)
+  if (!layout.has_bytes) return -total * zero;
+#endif
   return -total * (zero - ByteSums::kZero);
 }
 
@@ -173,7 +176,7 @@ static void multiply_piece(const char* rows, int64_t num_rows, const PanelReader
         piece.shares = row_blocks * passes;
         piece.ahead = ahead - vector * W * kUnitBytes;
       }
-      const RunTile* run = quantized_tile(reader.shape.format, is_plain, reader.has_plain_halves(), height, width);
+      RunTile* const run = quantized_tile(reader.shape.format, is_plain, reader.has_plain_halves(), height, width);
       run(rows + row * layout.bytes, layout, piece, vector * W, sums + row * kPanelColumns);
     });
     if (!are_shared) piece.ask = Ask::kNot;

@@ -8,7 +8,7 @@ namespace quire::QUIRE_ISA {
 // A way to sum them: `Weights` are made of W lanes of four weights, XQuad is four values of x, the same in all lanes.
 // `add` adds the four products of each lane to the lane's sum; sums begin with what x's row says (lack_of), and `total`
 // makes int32 of a finished one.
-#if defined(__AVX512VNNI__) || defined(QUIRE_SIMD_AVX2)
+#if defined(__AVX512VNNI__) || defined(QUIRE_SIMD_AVX2) || defined(QUIRE_SIMD_NEON)
 using XValue = int8_t;
 using XQuad = i32;
 
@@ -98,6 +98,42 @@ QUIRE_INLINE int32_t start_of_halves(f32 values, int zero) {
 template <int kBits, bool kIsWhole>
 using SumsOf = SmallSums<kBits, kIsWhole>;
 
+#elif defined(QUIRE_SIMD_NEON)
+// Weights become signed bytes, unless unsigned ones can be multiplied by signed ones: those of 8 bits less 128, the
+// others as they are.
+template <bool kIsLess>
+struct LaneSums {
+  static constexpr int kZero = kIsLess ? 128 : 0;
+  using Weights = i32;
+
+  QUIRE_INLINE Weights weights(i32 bytes) { return kIsLess ? bytes ^ int32_t(0x80808080) : bytes; }
+  // x: two fours of values, of which `kFour` is multiplied.
+  template <int kFour>
+  QUIRE_INLINE i32 add_four(i32 sum, Weights w, int8x8_t x) {
+#if defined(QUIRE_NEON_I8MM)
+    return (i32)vusdotq_lane_s32((int32x4_t)sum, (uint8x16_t)w, x, kFour);
+#elif defined(QUIRE_NEON_DOT)
+    return (i32)vdotq_lane_s32((int32x4_t)sum, (int8x16_t)w, x, kFour);
+#else  // two products are within 2 * 128 * 127 = 32512
+    const int8x16_t quad = (int8x16_t)vdupq_lane_s32((int32x2_t)x, kFour), bytes = (int8x16_t)w;
+    const int16x8_t low = vmull_s8(vget_low_s8(bytes), vget_low_s8(quad)), high = vmull_high_s8(bytes, quad);
+    return (i32)vpadalq_s16((int32x4_t)sum, vpaddq_s16(low, high));
+#endif
+  }
+  QUIRE_INLINE i32 add(i32 sum, Weights w, XQuad x) { return add_four<0>(sum, w, vget_low_s8((int8x16_t)x)); }
+  QUIRE_INLINE i32 total(i32 sum, i32) { return sum; }
+};
+
+#if defined(QUIRE_NEON_I8MM)
+constexpr bool kBytesAreLess = false;
+#else
+constexpr bool kBytesAreLess = true;
+#endif
+using ByteSums = LaneSums<kBytesAreLess>;
+
+template <int, bool>
+using SumsOf = LaneSums<false>;
+
 #else
 struct ByteSums {
   static constexpr int kZero = 0;
@@ -122,6 +158,10 @@ QUIRE_INLINE void store_values(XValue* to, i32 values) {
   const __m256i all = (__m256i)values;
   const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
   _mm_storel_epi64((__m128i*)to, _mm_packs_epi16(halves, halves));
+#elif defined(QUIRE_SIMD_NEON)
+  const int16x4_t halves = vmovn_s32((int32x4_t)values);
+  const int32x2_t bytes = (int32x2_t)vmovn_s16(vcombine_s16(halves, halves));
+  std::memcpy(to, &bytes, W);
 #else
   for (int lane = 0; lane < W; lane += 4) {
     to[lane] = XValue(values[lane]);

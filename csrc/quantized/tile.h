@@ -13,13 +13,19 @@ constexpr int kPanelVectors = kTileShape.most < kVectorsPerPanel ? kTileShape.mo
 constexpr TileShape kByteShape = {6, 2, kPanelVectors}, kGroupedShape = {6, 2, kPanelVectors};
 #elif defined(QUIRE_SIMD_AVX2)
 constexpr TileShape kByteShape = {4, 2, kPanelVectors}, kGroupedShape = {4, 2, kPanelVectors};
+#elif defined(QUIRE_SIMD_NEON)
+#if defined(QUIRE_NEON_DOT)
+constexpr TileShape kByteShape = kTileShape, kGroupedShape = kTileShape;
+#else
+constexpr TileShape kByteShape = {4, 4, kPanelVectors}, kGroupedShape = kByteShape;
+#endif
 #else
 constexpr TileShape kByteShape = {kTileRows, kTileShape.vectors, kPanelVectors};
 constexpr TileShape kGroupedShape = {kTileRows < 8 ? kTileRows : 8, kTileShape.vectors, kPanelVectors};
 #endif
 
 // Whether small groups are unpacked in registers.
-#if defined(__AVX512VNNI__) || defined(QUIRE_SIMD_AVX2)
+#if defined(__AVX512VNNI__) || defined(QUIRE_SIMD_AVX2) || defined(QUIRE_SIMD_NEON)
 constexpr bool kUnpacksInRegisters = true;
 #else
 constexpr bool kUnpacksInRegisters = false;

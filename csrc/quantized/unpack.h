@@ -21,6 +21,13 @@ constexpr bool kHasHalves = true;
 QUIRE_INLINE f32 load_halves(const char* p) {
   return (f32)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
+#elif defined(QUIRE_SIMD_NEON)
+constexpr bool kHasHalves = true;
+QUIRE_INLINE f32 load_halves(const char* p) {
+  uint16x4_t halves;
+  std::memcpy(&halves, p, sizeof halves);
+  return (f32)vcvt_f32_f16(vreinterpret_f16_u16(halves));
+}
 #else
 constexpr bool kHasHalves = false;
 QUIRE_INLINE f32 load_halves(const char* p) {

@@ -8,6 +8,11 @@
 #include <unistd.h>
 #endif
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 namespace quire {
 
@@ -29,6 +34,16 @@ namespace avx_vnni {
 extern const KernelTable table;
 }
 namespace avx2 {
+extern const KernelTable table;
+}
+#elif defined(__aarch64__)
+namespace neon {
+extern const KernelTable table;
+}
+namespace neon_dot {
+extern const KernelTable table;
+}
+namespace neon_i8mm {
 extern const KernelTable table;
 }
 #endif
@@ -55,6 +70,37 @@ bool can_use_amx() {
 }
 #endif
 
+#if defined(__aarch64__)
+// Whether the processor has what the variants need beyond NEON, as the operating system says.
+struct ArmFeatures {
+  bool has_dot = false, has_i8mm = false, has_bf16 = false;
+
+  ArmFeatures() {
+#if defined(__linux__)
+    // the numbers of https://docs.kernel.org/arch/arm64/elf_hwcaps.html, which older headers lack
+    constexpr unsigned long kDotProduct = 1ul << 20, kI8mm = 1ul << 13, kBf16 = 1ul << 14;
+    const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
+    has_dot = (first & kDotProduct) != 0;
+    has_i8mm = (second & kI8mm) != 0;
+    has_bf16 = (second & kBf16) != 0;
+#elif defined(__APPLE__)
+    has_dot = has("hw.optional.arm.FEAT_DotProd");
+    has_i8mm = has("hw.optional.arm.FEAT_I8MM");
+    has_bf16 = has("hw.optional.arm.FEAT_BF16");
+#endif
+  }
+
+#if defined(__APPLE__)
+ private:
+  static bool has(const char* name) {
+    int value = 0;
+    size_t size = sizeof value;
+    return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+  }
+#endif
+};
+#endif
+
 struct Variant {
   const KernelTable* table;
   bool supported;
@@ -79,6 +125,11 @@ struct Variants {
     best_first[2] = {&avx512::table, has_avx512};
     best_first[3] = {&avx_vnni::table, has_avx2 && __builtin_cpu_supports("avxvnni")};
     best_first[4] = {&avx2::table, has_avx2};
+#elif defined(__aarch64__)
+    const ArmFeatures features;
+    best_first[0] = {&neon_i8mm::table, features.has_dot && features.has_i8mm && features.has_bf16};
+    best_first[1] = {&neon_dot::table, features.has_dot};
+    best_first[2] = {&neon::table, true};
 #endif
 #endif
     best_first[5] = {&portable::table, true};

@@ -9,6 +9,7 @@ from torch import Tensor
 from quire import kernels
 from quire.kernels.backends import reference_attention
 from quire.kernels.variants import PLAIN, AttentionVariant
+from tests.kernels.isas import PAIRED_ISAS
 from tests.kernels.tolerances import assert_close
 
 Attention = Callable[..., Tensor]
@@ -106,7 +107,7 @@ def check_against_reference(
     scale = heads.head_dim**-0.5
     actual = kernels.paged_attention(*inputs, scale, variant)
     kernel = "paged_attention" if heads.cache_dtype is None else "paged_attention_int8"
-    if inputs[1].dtype is torch.bfloat16 and kernels.isa() in ("avx512_bf16", "amx"):
+    if inputs[1].dtype is torch.bfloat16 and kernels.isa() in PAIRED_ISAS:
         kernel = "paged_attention_pairs"
     assert_close(kernel, actual, reference_attention.paged_attention(*inputs, scale, variant))
 

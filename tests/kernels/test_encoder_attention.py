@@ -10,7 +10,7 @@ from quire.common.errors import KernelError
 from quire.kernels.backends import reference_attention, reference_pooling
 from quire.kernels.checks import POOLINGS
 from quire.kernels.variants import DistanceTerms, EncoderVariant
-from tests.kernels.isas import ISAS, needs_native, using
+from tests.kernels.isas import ISAS, PAIRED_ISAS, needs_native, using
 from tests.kernels.paged import same_bits
 from tests.kernels.tolerances import assert_close
 
@@ -55,7 +55,7 @@ def distance_terms(num_tokens: int, num_heads: int) -> DistanceTerms:
 
 def compare(given, scale: float, how: EncoderVariant, terms: DistanceTerms | None = None) -> None:
     actual = kernels.encoder_attention(*given, scale, how, terms)
-    is_pairs = given[0].dtype is torch.bfloat16 and kernels.isa() in ("avx512_bf16", "amx")
+    is_pairs = given[0].dtype is torch.bfloat16 and kernels.isa() in PAIRED_ISAS
     expected = reference_attention.encoder_attention(*given, scale, how, terms)
     assert_close("encoder_attention_pairs" if is_pairs else "encoder_attention", actual, expected)
 

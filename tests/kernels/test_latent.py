@@ -13,7 +13,7 @@ from quire import kernels
 from quire.common.errors import KernelError
 from quire.kernels.backends import reference_attention
 from tests.effort import examples
-from tests.kernels.isas import ISAS, native, needs_native, using
+from tests.kernels.isas import ISAS, PAIRED_ISAS, native, needs_native, using
 from tests.kernels.paged import same_bits
 from tests.kernels.test_attention import schedules
 from tests.kernels.tolerances import assert_close
@@ -85,7 +85,7 @@ def check_against_reference(kind: Latents, lens: list[int], query_lens: list[int
     batch.inputs([(0, n - count) for n, count in zip(lens, query_lens, strict=True)])
     inputs = batch.inputs([(n - count, n) for n, count in zip(lens, query_lens, strict=True)])
     actual = kernels.latent_attention(*inputs, kind.rank, kind.width**-0.5)
-    is_paired = kind.dtype is torch.bfloat16 and kernels.isa() in ("avx512_bf16", "amx")
+    is_paired = kind.dtype is torch.bfloat16 and kernels.isa() in PAIRED_ISAS
     name = "latent_attention_pairs" if is_paired else "latent_attention"
     assert_close(name, actual, reference_attention.latent_attention(*inputs, kind.rank, kind.width**-0.5))
 

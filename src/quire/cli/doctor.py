@@ -15,7 +15,19 @@ from quire.common.errors import QuireError
 from quire.common.version import __version__
 from quire.config.machine import format_bytes, machine_memory
 
-_FEATURES = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
+_FEATURES = (
+    "avx2",
+    "avx_vnni",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_bf16",
+    "asimd",
+    "asimddp",
+    "bf16",
+    "i8mm",
+    "sve",
+)
 _SMALL_MEMORY = 2 * 2**30
 _SMALL_DISK = 10 * 2**30
 _MIN_FILES = 4096

@@ -1,0 +1,3 @@
+#define QUIRE_ISA neon
+#define QUIRE_SIMD_NEON
+#include "isa/make_table.h"

@@ -1,0 +1,5 @@
+#define QUIRE_ISA neon_i8mm
+#define QUIRE_SIMD_NEON
+#define QUIRE_NEON_DOT
+#define QUIRE_NEON_I8MM
+#include "isa/make_table.h"
