@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from quire.common.errors import ConfigError
 
@@ -48,6 +48,24 @@ def cut(size: int, unit: int, num_ranks: int) -> tuple[int, ...]:
 def shares(count: int, num_parts: int) -> list[int]:
     """Parts that differ by at most 1, larger ones first."""
     return [count // num_parts + (part < count % num_parts) for part in range(num_parts)]
+
+
+def divide_layers(layer_bytes: Sequence[int], num_stages: int) -> tuple[Range, ...]:
+    """The layers of each stage: a stage ends where the bytes so far are nearest to its share of all, and has at least
+    one layer. Raises ConfigError if there are fewer layers."""
+    num_layers = len(layer_bytes)
+    if num_layers < num_stages:
+        raise ConfigError(
+            f"pipeline_parallel_size={num_stages}: the model has {num_layers} layers, and a stage at least one: at "
+            f"most {num_layers}"
+        )
+    ends = [0, *accumulate(layer_bytes)]
+    cuts = [0]
+    for stage in range(1, num_stages):
+        share = ends[-1] * stage / num_stages
+        allowed = range(cuts[-1] + 1, num_layers - (num_stages - stage) + 1)
+        cuts.append(min(allowed, key=lambda end: abs(ends[end] - share)))
+    return tuple(pairwise((*cuts, num_layers)))
 
 
 def key_heads(num_kv_heads: int, shard: Shard) -> Range:
@@ -95,6 +113,11 @@ class ParallelConfig:
     """Which executor runs the batches; see quire.runner.executor. None: the one for this number of ranks."""
     cpus: tuple[int, ...] = ()
     """CPUs that each get one thread pinned to them; if empty, `num_threads` threads run unpinned."""
+    pipeline_parallel_size: int = 1
+    """Stages of layers that compute each step one behind the other, this process's the last one. Each has
+    `tensor_parallel_size` processes."""
+    stages: tuple[Range, ...] = ()
+    """The layers of each stage, as the memory plan divides them."""
     backend: str = "mp"
     """Where engines run, one of BACKENDS."""
 
@@ -107,16 +130,23 @@ class ParallelConfig:
             raise ConfigError(f"data_parallel_size={self.data_parallel_size}: must be 1 to {MAX_ENGINES}")
         if not 1 <= self.tensor_parallel_size <= MAX_RANKS:
             raise ConfigError(f"tensor_parallel_size={self.tensor_parallel_size}: must be 1 to {MAX_RANKS}")
-        if self.backend == "ray" and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size}: an engine on a Ray cluster "
-                "(distributed_executor_backend='ray') is one process; leave it at 1"
-            )
+        if not 1 <= self.pipeline_parallel_size <= MAX_RANKS:
+            raise ConfigError(f"pipeline_parallel_size={self.pipeline_parallel_size}: must be 1 to {MAX_RANKS}")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if self.backend == "ray" and getattr(self, name) > 1:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}: an engine on a Ray cluster (distributed_executor_backend='ray') is "
+                    "one process; leave it at 1"
+                )
 
     @property
     def executor_name(self) -> str:
         """The name of the executor."""
-        return self.executor or ("in_process" if self.tensor_parallel_size == 1 else "ranks")
+        if self.executor is not None:
+            return self.executor
+        if self.pipeline_parallel_size > 1:
+            return "pipeline"
+        return "in_process" if self.tensor_parallel_size == 1 else "ranks"
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from quire.models.base import Model
 from quire.models.registry import class_of
 from quire.models.weights.usage import WeightUse, weight_use
 from quire.runner.parallel.placing import check_ranks
+from quire.runner.pipeline.planning import divided, stage_configs
 from quire.runner.sampling.sampler import MAX_LOGITS_ROWS
 from quire.text.tokenizer.tokenizer import Tokenizer
 
@@ -70,9 +72,14 @@ class MemoryPlan:
         return self.config.parallel.tensor_parallel_size
 
     @property
+    def num_stages(self) -> int:
+        """Stages of layers, each of `num_ranks` processes."""
+        return self.config.parallel.pipeline_parallel_size
+
+    @property
     def rank_bytes(self) -> int:
-        """What one rank needs at most."""
-        return -(-self.total_bytes // self.num_ranks)
+        """What one process needs, about."""
+        return -(-self.total_bytes // (self.num_ranks * self.num_stages))
 
     @property
     def resident_weight_bytes(self) -> int:
@@ -126,6 +133,8 @@ class MemoryPlan:
             "max_model_len": self.max_model_len,
             "max_concurrency": round(self.max_concurrency, 2),
             "tensor_parallel_size": self.num_ranks,
+            "pipeline_parallel_size": self.num_stages,
+            "stages": self.config.parallel.stages,
             "rank_bytes": self.rank_bytes,
         }
 
@@ -159,9 +168,12 @@ class MemoryPlan:
                 "swap space": f"{format_bytes(cache.host_bytes)} = {cache.num_host_blocks} blocks",
                 "context": context,
             }
-        if self.num_ranks > 1:
+        if self.num_stages > 1:
+            layers = ", ".join(f"{first} to {end - 1}" for first, end in self.config.parallel.stages)
+            rows["stages"] = f"{self.num_stages}, of layers {layers}"
+        if self.num_ranks * self.num_stages > 1:
             rows["ranks"] = (
-                f"{self.num_ranks} processes, in which all this is counted; each needs about "
+                f"{self.num_ranks * self.num_stages} processes, in which all this is counted; each needs about "
                 f"{format_bytes(self.rank_bytes)}"
             )
         return "\n".join(f"{name:<12}{text}" for name, text in rows.items())
@@ -208,13 +220,14 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     config = args.resolve()
     check_ranks(config)
     _check_same_tokens(config)
+    config = divided(config)
     weights = _weight_use(config)
     try:
         return _share_out(args, config, weights)
     except OutOfMemoryError as error:
         is_saved, limit = config.model.quant_method == QUANT_METHOD, config.cache.memory_limit_bytes
         is_too_large = weights.num_bytes > machine_memory().limited(limit).limit_bytes
-        can_stay = config.model.weights_from_file == "auto" and config.parallel.tensor_parallel_size == 1
+        can_stay = config.model.weights_from_file == "auto" and config.parallel.executor_name == "in_process"
         if not can_stay or not (weights.expert_bytes or is_saved or is_too_large):
             raise
         if not is_saved:
@@ -240,10 +253,11 @@ def _check_same_tokens(config: EngineConfig) -> None:
 
 
 def _weight_use(config: EngineConfig) -> WeightUse:
-    """Of the model, and of the draft model if there is one, in all ranks."""
+    """Of the model, and of the draft model if there is one, in all ranks of all stages."""
     ranks = _first_rank(config)
-    use = weight_use(config.model, ranks)
-    num_bytes = use.num_bytes + (0 if config.draft is None else weight_use(config.draft, ranks).num_bytes)
+    use, *others = [weight_use(stage.model, ranks) for stage in stage_configs(config)]
+    num_bytes = use.num_bytes + sum(each.num_bytes for each in others)
+    num_bytes += 0 if config.draft is None else weight_use(config.draft, ranks).num_bytes
     return dataclasses.replace(use, num_bytes=num_bytes * config.parallel.tensor_parallel_size)
 
 
@@ -259,11 +273,14 @@ def _share_out(args: EngineArgs, config: EngineConfig, weights: WeightUse) -> Me
     config = _with_whole_sequences(config, model.kv_cache_specs(config.model))
     machine = machine_memory().limited(config.cache.memory_limit_bytes)
     num_ranks = config.parallel.tensor_parallel_size
-    adapters = 0 if config.lora is None else adapter_reserve(config.model, config.lora, _first_rank(config))
-    activations = _activation_bytes(model, config)
+    stages, ranks = stage_configs(config), _first_rank(config)
+    lora, adapters = config.lora, 0
+    if lora is not None:
+        adapters = sum(adapter_reserve(stage.model, lora, ranks) for stage in stages)
+    activations = _activation_bytes(model, config, stages)
     if config.draft is not None:
         of_draft = dataclasses.replace(config, model=config.draft, lora=None)
-        activations += _activation_bytes(class_of(config.draft), of_draft) + _state_bytes(config, config.draft.head)
+        activations += _activation_bytes(class_of(config.draft), of_draft, [of_draft]) + _state_bytes(config, config.draft.head)
     adapters, activations = adapters * num_ranks, activations * num_ranks
     least_tokens = 0 if args.fits_model_len else config.model.max_model_len
     share = 1.0 if weights.file_bytes == 0 else _CACHE_SHARE_BESIDE_FILES
@@ -295,10 +312,11 @@ def _with_whole_sequences(config: EngineConfig, specs: list[KVCacheSpec]) -> Eng
     return dataclasses.replace(config, scheduler=dataclasses.replace(scheduler, max_num_batched_tokens=num_tokens))
 
 
-def _activation_bytes(model: type[Model], config: EngineConfig) -> int:
-    """The peak of a step: a forward pass of all tokens, and of a model that generates float32 logits for all sequences
+def _activation_bytes(model: type[Model], config: EngineConfig, stages: Sequence[EngineConfig]) -> int:
+    """The peak of a step: a forward pass of all tokens in all stages, and of a model that generates float32 logits for all sequences
     and for a chunk of those whose log-probabilities are wanted."""
-    forward = activation_bytes(config.model, config.scheduler.max_num_batched_tokens, config.lora, _first_rank(config))
+    num_tokens, ranks = config.scheduler.max_num_batched_tokens, _first_rank(config)
+    forward = sum(activation_bytes(stage.model, num_tokens, config.lora, ranks) for stage in stages)
     if config.model.runner == "pooling":
         return forward
     # One for each sample, also where one token of a prompt has several, and for each draft.
@@ -331,6 +349,7 @@ def _kv_cache(
         )
     layout: dict[str, Any] = {"host_bytes": cache.swap_bytes, "max_chunk": config.scheduler.max_num_batched_tokens}
     layout |= {"draft_specs": _draft_specs(config), "num_ranks": config.parallel.tensor_parallel_size}
+    layout |= {"stages": config.parallel.stages}
     if cache.num_blocks_override is not None:
         result = kv_cache_config(specs, cache.block_size, num_blocks=cache.num_blocks_override, **layout)
     else:
@@ -373,5 +392,6 @@ def _bytes_of_sequences(model: type[Model], config: EngineConfig, num_seqs: int,
     specs = _kv_cache_specs(model, config)
     drafts = _draft_specs(config)
     layout: dict[str, Any] = {"draft_specs": drafts, "num_ranks": config.parallel.tensor_parallel_size}
+    layout |= {"stages": config.parallel.stages}
     cache = kv_cache_config(specs, config.cache.block_size, num_blocks=MAX_BLOCKS_PER_SEQ, **layout)
     return num_seqs * cache.blocks_to_hold(num_tokens) * cache.block_bytes
