@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from quire import LLM, LoRARequest, SamplingParams
+from quire.config.model import ModelConfig
 from tests.engine import test_mixed_requests as mixed
 from tests.kernels.isas import needs_native
 from tests.models.adapters import make_tensors, tiny_sizes, write_adapter
 from tests.models.gguf_convert import convert
-from tests.models.test_windows_in_the_engine import make_llm
 from tests.models.variants import VARIANTS
 from tests.parallel import test_families as families
 from tests.parallel.ranks import answers, in_threads, of_ranks
@@ -29,8 +29,8 @@ def of_stages(num_stages: int, num_ranks: int = 1, **given: Any) -> list[Any]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_stages_give_the_bits_of_one_process(variant: str, save_checkpoint: Any) -> None:
     architecture, fields = VARIANTS[variant]
-    folder, config = save_checkpoint(architecture, **fields | {"vocab_size": 8192})
-    num_layers = make_llm(folder, max_model_len=64).model_config.hf_config.size("num_hidden_layers")
+    folder, _ = save_checkpoint(architecture, **fields | {"vocab_size": 8192})
+    num_layers = ModelConfig.resolve(folder).hf_config.size("num_hidden_layers")
     expected = families.run(folder, 1)
     assert families.run(folder, 1, pipeline_parallel_size=min(3, num_layers)) == expected
     assert families.run(folder, 2, pipeline_parallel_size=min(2, num_layers)) == expected
@@ -80,8 +80,16 @@ def test_formats_and_drafts_equal_one_process(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_gguf_files_equal_one_process(quantization: str | None, llama: Path, tmp_path: Path) -> None:
     path = convert(llama, tmp_path / "m.gguf")
-    given = {"quantization": quantization, "pipeline_parallel_size": 2}
-    assert families.run(path, 1, **given) == families.run(path, 1, quantization=quantization)
+
+    def run(**how: Any) -> list[Any]:
+        with in_threads():
+            llm = LLM(str(path), max_model_len=64, quantization=quantization, num_threads=1, **how)
+            try:
+                return answers(llm, [[i % 60 for i in prompt] for prompt in PROMPTS], PARAMS)
+            finally:
+                llm.engine.executor.close()
+
+    assert run(pipeline_parallel_size=2) == run()
 
 
 def test_adapters_are_loaded_and_unloaded_in_all_stages(tmp_path: Path) -> None:

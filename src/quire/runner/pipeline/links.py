@@ -176,8 +176,8 @@ class StageLinks:
         self.send_each([frame] * len(self._links))
 
     def send_each(self, frames: Sequence[bytes]) -> None:
-        """Send each stage its own."""
-        for link, frame in zip(self._links, frames, strict=True):
+        """Send each stage its own: the last one first, so that none gets the states of a step that it does not know."""
+        for link, frame in reversed(list(zip(self._links, frames, strict=True))):
             self.check()
             try:
                 link.send(frame)
