@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from quire import LLM, LoRARequest, SamplingParams
+from quire.common.batch import Batch
 from quire.config.model import ModelConfig
+from quire.runner.pipeline.executor import PipelineExecutor
 from tests.engine import test_mixed_requests as mixed
 from tests.kernels.isas import needs_native
 from tests.models.adapters import make_tensors, tiny_sizes, write_adapter
 from tests.models.gguf_convert import convert
+from tests.models.test_windows_in_the_engine import make_llm
 from tests.models.variants import VARIANTS
 from tests.parallel import test_families as families
 from tests.parallel.ranks import answers, in_threads, of_ranks
@@ -83,7 +86,7 @@ def test_gguf_files_equal_one_process(quantization: str | None, llama: Path, tmp
 
     def run(**how: Any) -> list[Any]:
         with in_threads():
-            llm = LLM(str(path), max_model_len=64, quantization=quantization, num_threads=1, **how)
+            llm = make_llm(path, max_model_len=64, quantization=quantization, num_threads=1, **how)
             try:
                 return answers(llm, [[i % 60 for i in prompt] for prompt in PROMPTS], PARAMS)
             finally:
@@ -117,6 +120,50 @@ def test_adapters_are_loaded_and_unloaded_in_all_stages(tmp_path: Path) -> None:
 
 def token_ids(answers: Sequence[Any]) -> list[list[int]]:
     return [outputs[0].token_ids for outputs, _, _ in answers]
+
+
+def test_batches_of_other_requests_are_computed_while_one_is_in_the_last_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = list[tuple[str, frozenset[int]]]()
+
+    def noting(name: str) -> None:
+        method = getattr(PipelineExecutor, name)
+
+        def call(self: PipelineExecutor, batch: Batch) -> Any:
+            events.append((name, frozenset(s.seq_id for s in batch.sequences)))
+            return method(self, batch)
+
+        monkeypatch.setattr(PipelineExecutor, name, call)
+
+    noting("submit")
+    noting("execute")
+    of_stages(2, **TINY)
+    in_flight, sizes = set[frozenset[int]](), list[int]()
+    for name, seq_ids in events:
+        if name == "submit":
+            assert not any(seq_ids & other for other in in_flight)
+            in_flight.add(seq_ids)
+        else:
+            sizes.append(len(in_flight))
+            in_flight.remove(seq_ids)
+    assert sizes.count(2) > 0.7 * len(sizes)
+
+
+def test_the_prefix_cache_can_be_reset_while_batches_are_in_flight() -> None:
+    expected = of_stages(1, **TINY)
+    with in_threads():
+        engine = LLM(**TINY, pipeline_parallel_size=2, num_threads=1).engine
+        for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+            engine.add_request(str(i), prompt, params)
+        done = {}
+        for step in range(1000):
+            if step % 3 == 1:
+                assert engine.reset_prefix_cache(reset_running_requests=True)
+            done |= {int(output.request_id): output.outputs for output in engine.step() if output.finished}
+            engine.requests.check_integrity()
+            if not engine.has_unfinished_requests():
+                break
+        assert [done[i] for i in range(len(PROMPTS))] == [outputs for outputs, _, _ in expected]
+        engine.executor.close()
 
 
 def test_an_engine_with_stages_sleeps_and_wakes_up() -> None:

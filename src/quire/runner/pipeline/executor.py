@@ -67,6 +67,7 @@ class PipelineExecutor:
         boundaries = [boundary(model, end) for _, end in config.parallel.stages[:-1]]
         links = self._links = StageLinks(boundaries, max_rows, [launch] * len(boundaries))
         self._finalizer = weakref.finalize(self, links.close)
+        self.num_in_flight = len(configs)
         self._num_steps = 0
         self._submitted: dict[int, int] = {}  # by the batch's step, the number under which it was sent
         self._own: StageExecutor | None = None
@@ -104,7 +105,8 @@ class PipelineExecutor:
         """As Executor."""
         if batch.step not in self._submitted:
             self.submit(batch)
-        message = self._links.states(self._submitted.pop(batch.step))
+        message = self._links.states(self._submitted[batch.step])
+        self._submitted = {step: number for step, number in self._submitted.items() if step > batch.step}
         if isinstance(message, StepFailed):
             raise error_named(message.kind, message.text)
         if message.num_rows != batch.num_tokens:
