@@ -20,7 +20,7 @@ from quire.config.checkpoint.draft_heads import verifier_of
 from quire.config.lora import LoRAConfig
 from quire.config.machine import parse_bytes
 from quire.config.model import ModelConfig
-from quire.config.parallel import BACKENDS, ParallelConfig, parse_cpu_list
+from quire.config.parallel import BACKENDS, NodesConfig, ParallelConfig, parse_cpu_list
 from quire.config.scheduler import SchedulerConfig
 from quire.config.speculative import AUTOMATIC, SpeculativeConfig, draft_model
 
@@ -165,6 +165,12 @@ class EngineArgs(metaclass=_NamesChecked):
     pipeline_parallel_size: int = arg(
         1, "stages into which the layers are divided, each in a process (tensor_parallel_size of them) of its own"
     )
+    nnodes: int = arg(1, "machines that compute each step together, each with one of the pipeline_parallel_size stages")
+    node_rank: int = arg(0, "number of this machine; 0 serves, and awaits the others at master_addr")
+    master_addr: str | None = arg(None, "HOST:PORT at which machine 0 awaits the others; all machines get the same")
+    master_secret_file: str | None = arg(
+        None, "file of the secret that machines prove to each other to have; none: QUIRE_MASTER_SECRET"
+    )
     num_threads: int | None = arg(None, "threads of the kernels, in each process; none: all CPUs of the set and quota")
     cpu_list: str | None = arg(None, "CPUs, as in 0,2-3, each with one thread pinned to it; none: no pinning")
     hf_overrides: Mapping[str, Any] | None = arg(None, "values that replace those of config.json, as a JSON object")
@@ -243,6 +249,9 @@ class EngineArgs(metaclass=_NamesChecked):
                 self.tensor_parallel_size,
                 data_parallel_size=self.data_parallel_size,
                 pipeline_parallel_size=self.pipeline_parallel_size,
+                nodes=NodesConfig.read(
+                    self.nnodes, self.node_rank, self.master_addr, self.master_secret_file, self.pipeline_parallel_size
+                ),
                 cpus=() if self.cpu_list is None else parse_cpu_list(self.cpu_list),
                 backend=self._backend(),
             ),

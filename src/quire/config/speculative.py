@@ -168,7 +168,7 @@ def draft_model(model: ModelConfig, speculative: SpeculativeConfig, has_method: 
     if speculative.has_head or not has_method:
         head = resolve_head(model, speculative.model, speculative.method if has_method else None)
         if head is not None:
-            speculative.check_nodraft_model()
+            speculative.check_no_draft_model()
             return head
     draft = ModelConfig.resolve(
         speculative.model,

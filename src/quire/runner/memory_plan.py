@@ -24,7 +24,7 @@ from quire.models.base import Model
 from quire.models.registry import class_of
 from quire.models.weights.usage import WeightUse, weight_use
 from quire.runner.parallel.placing import check_ranks
-from quire.runner.pipeline.planning import divided, stage_configs
+from quire.runner.pipeline.planning import divided, own_stage_configs
 from quire.runner.sampling.sampler import MAX_LOGITS_ROWS
 from quire.text.tokenizer.tokenizer import Tokenizer
 
@@ -68,18 +68,14 @@ class MemoryPlan:
 
     @property
     def num_ranks(self) -> int:
-        """Processes that compute each step together. All sizes are those of all of them."""
-        return self.config.parallel.tensor_parallel_size
-
-    @property
-    def num_stages(self) -> int:
-        """Stages of layers, each of `num_ranks` processes."""
-        return self.config.parallel.pipeline_parallel_size
+        """Processes of this machine that compute each step together. All sizes are those of all of them."""
+        parallel = self.config.parallel
+        return parallel.tensor_parallel_size * max(1, len(parallel.own_stages))
 
     @property
     def rank_bytes(self) -> int:
-        """What one process needs, about."""
-        return -(-self.total_bytes // (self.num_ranks * self.num_stages))
+        """What one of them needs, about."""
+        return -(-self.total_bytes // self.num_ranks)
 
     @property
     def resident_weight_bytes(self) -> int:
@@ -132,8 +128,8 @@ class MemoryPlan:
             "kv_cache_tokens": self.kv_cache.max_tokens if self.kv_cache.is_length_bounded else None,
             "max_model_len": self.max_model_len,
             "max_concurrency": round(self.max_concurrency, 2),
-            "tensor_parallel_size": self.num_ranks,
-            "pipeline_parallel_size": self.num_stages,
+            "tensor_parallel_size": self.config.parallel.tensor_parallel_size,
+            "pipeline_parallel_size": self.config.parallel.pipeline_parallel_size,
             "stages": self.config.parallel.stages,
             "rank_bytes": self.rank_bytes,
         }
@@ -168,12 +164,13 @@ class MemoryPlan:
                 "swap space": f"{format_bytes(cache.host_bytes)} = {cache.num_host_blocks} blocks",
                 "context": context,
             }
-        if self.num_stages > 1:
-            layers = ", ".join(f"{first} to {end - 1}" for first, end in self.config.parallel.stages)
-            rows["stages"] = f"{self.num_stages}, of layers {layers}"
-        if self.num_ranks * self.num_stages > 1:
+        if stages := self.config.parallel.stages:
+            layers = ", ".join(f"{first} to {end - 1}" for first, end in stages)
+            of_last = "; this machine has the last" if len(self.config.parallel.own_stages) < len(stages) else ""
+            rows["stages"] = f"{len(stages)}, of the layers {layers}{of_last}"
+        if self.num_ranks > 1:
             rows["ranks"] = (
-                f"{self.num_ranks * self.num_stages} processes, in which all this is counted; each needs about "
+                f"{self.num_ranks} processes, in which all this is counted; each needs about "
                 f"{format_bytes(self.rank_bytes)}"
             )
         return "\n".join(f"{name:<12}{text}" for name, text in rows.items())
@@ -255,7 +252,7 @@ def _check_same_tokens(config: EngineConfig) -> None:
 def _weight_use(config: EngineConfig) -> WeightUse:
     """Of the model, and of the draft model if there is one, in all ranks of all stages."""
     ranks = _first_rank(config)
-    use, *others = [weight_use(stage.model, ranks) for stage in stage_configs(config)]
+    use, *others = [weight_use(stage.model, ranks) for stage in own_stage_configs(config)]
     num_bytes = use.num_bytes + sum(each.num_bytes for each in others)
     num_bytes += 0 if config.draft is None else weight_use(config.draft, ranks).num_bytes
     return dataclasses.replace(use, num_bytes=num_bytes * config.parallel.tensor_parallel_size)
@@ -273,7 +270,7 @@ def _share_out(args: EngineArgs, config: EngineConfig, weights: WeightUse) -> Me
     config = _with_whole_sequences(config, model.kv_cache_specs(config.model))
     machine = machine_memory().limited(config.cache.memory_limit_bytes)
     num_ranks = config.parallel.tensor_parallel_size
-    stages, ranks = stage_configs(config), _first_rank(config)
+    stages, ranks = own_stage_configs(config), _first_rank(config)
     lora, adapters = config.lora, 0
     if lora is not None:
         adapters = sum(adapter_reserve(stage.model, lora, ranks) for stage in stages)
@@ -349,7 +346,7 @@ def _kv_cache(
         )
     layout: dict[str, Any] = {"host_bytes": cache.swap_bytes, "max_chunk": config.scheduler.max_num_batched_tokens}
     layout |= {"draft_specs": _draft_specs(config), "num_ranks": config.parallel.tensor_parallel_size}
-    layout |= {"stages": config.parallel.stages}
+    layout |= {"stages": config.parallel.own_stages}
     if cache.num_blocks_override is not None:
         result = kv_cache_config(specs, cache.block_size, num_blocks=cache.num_blocks_override, **layout)
     else:
@@ -392,6 +389,6 @@ def _bytes_of_sequences(model: type[Model], config: EngineConfig, num_seqs: int,
     specs = _kv_cache_specs(model, config)
     drafts = _draft_specs(config)
     layout: dict[str, Any] = {"draft_specs": drafts, "num_ranks": config.parallel.tensor_parallel_size}
-    layout |= {"stages": config.parallel.stages}
+    layout |= {"stages": config.parallel.own_stages}
     cache = kv_cache_config(specs, config.cache.block_size, num_blocks=MAX_BLOCKS_PER_SEQ, **layout)
     return num_seqs * cache.blocks_to_hold(num_tokens) * cache.block_bytes

@@ -125,7 +125,7 @@ class StageStates:
 
     def take(self) -> list[memoryview]:
         """What the next stage gets for the rows of the latest step, valid until the next one."""
-        return [memoryview(_bytes_of(kept.rows[: self._num_kept])) for kept in self._kept]
+        return [_bytes_of(kept.rows[: self._num_kept]).data for kept in self._kept]
 
 
 def _bytes_of(rows: Tensor) -> np.ndarray:

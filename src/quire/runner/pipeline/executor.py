@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from socket import socket
 from typing import Protocol
 
 from quire import kernels
@@ -20,6 +21,7 @@ from quire.runner.parallel.configs import to_bytes
 from quire.runner.parallel.messages import Failed, LoadAdapter, UnloadAdapter, to_frame
 from quire.runner.pipeline.links import Launch, StageLinks, StageProcess
 from quire.runner.pipeline.messages import StageReady, StageStart, StageStep, StepFailed
+from quire.runner.pipeline.nodes import admit, fingerprint
 from quire.runner.pipeline.planning import stage_configs
 
 
@@ -65,7 +67,10 @@ class PipelineExecutor:
         model = class_of(config.model)(replace(config.model, max_model_len=1))
         assert isinstance(model, Decoder)
         boundaries = [boundary(model, end) for _, end in config.parallel.stages[:-1]]
-        links = self._links = StageLinks(boundaries, max_rows, [launch] * len(boundaries))
+        nodes, sources = config.parallel.nodes, list[Launch | socket]([launch] * len(boundaries))
+        if nodes is not None:
+            sources = list(admit(nodes, fingerprint(config.model)))
+        links = self._links = StageLinks(boundaries, max_rows, sources)
         self._finalizer = weakref.finalize(self, links.close)
         self.num_in_flight = len(configs)
         self._num_steps = 0

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from quire.common import liveness
@@ -32,36 +33,52 @@ class StageProcess(ChildProcess):
         self._process = start_child("quire.runner.pipeline.stage_process", [str(descriptor)], [descriptor])
 
 
+class DistantStage:
+    """A stage on another machine, which has joined."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._address = sock.getpeername()[0]
+
+    def end(self) -> str:
+        """As RankProcess."""
+        return f"on the machine {self._address} has ended, or cannot be reached"
+
+
 class StageLink:
     """A stage. A thread starts it, since it ends with the thread that started it, and reads what it sends: answers are
     kept for `answer`, and what it has computed is passed on."""
 
-    def __init__(self, number: int, launch: Launch, boundary: Boundary, max_rows: int) -> None:
-        """`boundary` is what it gives to the next stage, for at most `max_rows` tokens of a step."""
+    def __init__(self, number: int, source: Launch | socket.socket, boundary: Boundary, max_rows: int) -> None:
+        """`source` starts it, or is the connection to one that has been started. `boundary` is what it gives to the next
+        stage, for at most `max_rows` tokens of a step."""
         self.number = number
         self.num_progress = 0
         """Beats with which it has computed, and what it has sent besides."""
         self.pass_on: Callable[[bytes, States | StepFailed], None]
         """Gets the frame and the message of what the next stage needs."""
         self.when_lost: Callable[[str], None]
-        self._boundary, self._max_rows, self._launch = boundary, max_rows, launch
+        self._boundary, self._max_rows = boundary, max_rows
         self._answers = SimpleQueue[StageReady | Done | Failed]()
         self._sending = threading.Lock()
         self._is_loaded = self._is_closing = False
-        ours, its = socket.socketpair()
+        start: Callable[[], RankProcess]
+        if isinstance(source, socket.socket):
+            ours, start = source, partial(DistantStage, source)
+        else:
+            ours, its = socket.socketpair()
+            start = partial(_launched, source, its)
         ours.settimeout(PATIENCE_S)
         self._connection = Connection(ours, max_rows * boundary.token_bytes + _OTHER_BYTES)
-        self._thread = threading.Thread(target=self._run, args=(its,), name=f"stage {number}", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(start,), name=f"stage {number}", daemon=True)
 
     def start(self) -> None:
         """Start the stage. `when_lost` is called if that fails, too."""
         self._thread.start()
 
-    def _run(self, its: socket.socket) -> None:
+    def _run(self, start: Callable[[], RankProcess]) -> None:
         process, ended = None, ""
         try:
-            with its:
-                process = self._launch(its)
+            process = start()
             ended = self._read()
         except (OSError, ValueError) as error:  # of starting it, or of what it sends
             ended = f"sends nonsense: {error}" if process else f"could not be started: {error}"
@@ -129,18 +146,25 @@ class StageLink:
         self._connection.close()
 
 
+def _launched(launch: Launch, its: socket.socket) -> RankProcess:
+    with its:
+        return launch(its)
+
+
 class StageLinks:
     """All stages before the engine's own."""
 
-    def __init__(self, boundaries: Sequence[Boundary], max_rows: int, launches: Sequence[Launch]) -> None:
+    def __init__(
+        self, boundaries: Sequence[Boundary], max_rows: int, sources: Sequence[Launch | socket.socket]
+    ) -> None:
         """Starts them. `boundaries`: what each gives to the next one."""
         self.lost: str | None = None
         """What has become of a stage that has ended by itself."""
         self._is_closed = False
         self._arrived = SimpleQueue[States | StepFailed | None]()
         self._links = [
-            StageLink(number, launch, boundary, max_rows)
-            for number, (boundary, launch) in enumerate(zip(boundaries, launches, strict=True))
+            StageLink(number, source, boundary, max_rows)
+            for number, (boundary, source) in enumerate(zip(boundaries, sources, strict=True))
         ]
         for link, following in zip(self._links, [*self._links[1:], None], strict=True):
             link.pass_on = self._arrive if following is None else self._relay(following)

@@ -1,7 +1,7 @@
 """A stage before the engine's own: computes its layers, and gives what it has computed to the next stage.
 
-Started as `python -m quire.runner.pipeline.stage_process SOCKET`, with a descriptor. It ends when the engine's process
-closes the socket, or ends itself.
+Started as `python -m quire.runner.pipeline.stage_process SOCKET [OWN]`, with a descriptor, and on a machine that has
+joined another one with what it decides by itself. It ends when the engine's process closes the socket, or ends itself.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from quire.common import liveness
 from quire.common.batch import Batch, decode
 from quire.common.errors import QuireError
@@ -24,6 +26,7 @@ from quire.config.args import EngineConfig
 from quire.config.kv_cache import KVCacheConfig
 from quire.runner.parallel.configs import from_bytes
 from quire.runner.parallel.messages import Connection, Done, Failed, LoadAdapter, Message, UnloadAdapter
+from quire.runner.pipeline.node import Own, on_this_machine
 from quire.runner.pipeline.messages import (
     TO_STAGE,
     Beat,
@@ -54,9 +57,9 @@ class _Sender:
             self._connection.send(message)
 
 
-def serve(sock: socket.socket, *, pins: bool = True) -> None:
-    """Compute until the engine's process closes the socket. `pins`: whether this process may be bound to the stage's
-    CPUs."""
+def serve(sock: socket.socket, own: Own | None = None, *, pins: bool = True) -> None:
+    """Compute until the engine's process closes the socket, with the config that it sends, or the parts of it that are
+    this machine's `own`. `pins`: whether this process may be bound to the stage's CPUs."""
     connection = Connection(sock)
     sender, has_ended = _Sender(connection), threading.Event()
     start = connection.receive(TO_STAGE)
@@ -65,22 +68,26 @@ def serve(sock: socket.socket, *, pins: bool = True) -> None:
     config, kv_cache = from_bytes(start.share)
     assert isinstance(config, EngineConfig)
     assert isinstance(kv_cache, KVCacheConfig)
-    if pins and config.parallel.cpus:
-        os.sched_setaffinity(0, config.parallel.cpus)  # before torch starts threads
+    cpus = config.parallel.cpus if own is None else own.cpus
+    if pins and cpus:
+        os.sched_setaffinity(0, cpus)  # before torch starts threads
     threading.Thread(target=_beat, args=(sender, has_ended), daemon=True).start()
     try:
-        _compute(start.number, config, kv_cache, connection, sender)
+        _compute(start.number, (config, kv_cache, own), connection, sender)
     finally:
         has_ended.set()
 
 
 def _compute(
-    number: int, config: EngineConfig, kv_cache: KVCacheConfig, connection: Connection, sender: _Sender
+    number: int, share: tuple[EngineConfig, KVCacheConfig, Own | None], connection: Connection, sender: _Sender
 ) -> None:
     from quire import kernels
     from quire.runner.executor import make_stage
 
+    config, kv_cache, own = share
     try:
+        if own is not None:
+            config = on_this_machine(config, kv_cache, own)
         executor = make_stage(config, kv_cache)
     except Exception as error:
         _log(error)
@@ -138,7 +145,7 @@ class Stage:
         try:
             fault_point("stage.step")
             self._executor.execute(batch, given.tensors)
-            tensors = list(map(memoryview, self._executor.states()))
+            tensors = [memoryview(each) for each in self._executor.states()]
         except Exception as error:
             _log(error)
             self._sender.send(StepFailed(given.number, type(error).__name__, str(error)))
@@ -162,16 +169,16 @@ def _log(error: Exception) -> None:
         logger.exception("a stage failed")
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, own: Own | None) -> None:
     """Serve the engine's process, whose socket has this file descriptor."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the engine's process handles them
         signal.signal(number, signal.SIG_IGN)
     liveness.end_with_parent()
     sock = socket.socket(fileno=descriptor)
     liveness.on_loss = lambda: sock.shutdown(socket.SHUT_RDWR)  # a rank of this stage has ended
-    with suppress(BrokenPipeError, ConnectionResetError):  # the engine's process has ended
-        serve(sock)
+    with suppress(BrokenPipeError, ConnectionResetError, TimeoutError):  # the engine's process or the link has ended
+        serve(sock, own)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=Own) if len(sys.argv) > 2 else None)
