@@ -10,6 +10,7 @@ import msgspec
 
 _LENGTH = struct.Struct("<Q")
 MAX_FRAME_BYTES = 2**31
+_READ_AHEAD_BYTES = 65536
 
 
 class Message(msgspec.Struct, tag=True):
@@ -87,9 +88,12 @@ _Sent = TypeVar("_Sent")
 class Connection:
     """A socket, and the messages that are read from it."""
 
-    def __init__(self, sock: socket.socket, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+    def __init__(
+        self, sock: socket.socket, max_frame_bytes: int = MAX_FRAME_BYTES, *, reads_ahead: bool = True
+    ) -> None:
+        """Without `reads_ahead`, nothing behind a message is read before the next one is asked for."""
         self.socket = sock
-        self._max_frame_bytes = max_frame_bytes
+        self._max_frame_bytes, self._least_bytes = max_frame_bytes, _READ_AHEAD_BYTES if reads_ahead else 0
         self._buffer = bytearray()
 
     def send(self, message: Message) -> None:
@@ -124,7 +128,7 @@ class Connection:
 
     def _fill(self, num_bytes: int) -> bool:
         while len(self._buffer) < num_bytes:
-            data = self.socket.recv(max(65536, num_bytes - len(self._buffer)))
+            data = self.socket.recv(max(self._least_bytes, num_bytes - len(self._buffer)))
             if not data:
                 return False
             self._buffer += data

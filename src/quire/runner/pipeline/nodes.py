@@ -119,7 +119,7 @@ def _greet_next(
         return
     try:
         _set_up(sock)
-        connection, challenge = Connection(sock, _MAX_HANDSHAKE_BYTES), Challenge(secrets.token_bytes(32))
+        connection, challenge = _connection(sock), Challenge(secrets.token_bytes(32))
         connection.send(challenge)
         hello = connection.receive(_HELLO)
         if hello is None:
@@ -174,7 +174,7 @@ def join(nodes: NodesConfig, fingerprint: str) -> socket.socket:
             time.sleep(_RETRY_S)
     try:
         _set_up(sock)
-        _introduce(Connection(sock, _MAX_HANDSHAKE_BYTES), nodes, secret, fingerprint)
+        _introduce(_connection(sock), nodes, secret, fingerprint)
     except BaseException as error:
         sock.close()
         if isinstance(error, OSError | ValueError) and not isinstance(error, ConfigError):
@@ -193,6 +193,11 @@ def _introduce(connection: Connection, nodes: NodesConfig, secret: bytes, finger
         raise ConfigError(f"master_addr={nodes.master_addr}: machine 0 refuses this one: {greeting.reason}")
     if not hmac.compare_digest(greeting.proof, _proof(secret, "master", hello.nonce, challenge.nonce)):
         raise ConfigError(f"master_addr={nodes.master_addr}: what answers there does not have the secret")
+
+
+def _connection(sock: socket.socket) -> Connection:
+    """What follows the handshake is left to another one."""
+    return Connection(sock, _MAX_HANDSHAKE_BYTES, reads_ahead=False)
 
 
 def _received(connection: Connection, kind: msgspec.msgpack.Decoder[_Sent]) -> _Sent:
