@@ -1,4 +1,4 @@
-"""Several machines, as loopback addresses: who may join, what is refused in one line, and links that are interrupted."""
+"""Several machines, as loopback addresses: who may join, what is refused in one line, and links that break."""
 
 import dataclasses
 import os
@@ -20,6 +20,7 @@ from quire.common import liveness
 from quire.common.errors import EngineBrokenError, OutOfMemoryError
 from quire.config.model import ModelConfig
 from quire.config.parallel import NodesConfig
+from quire.engine.llm_engine import LLMEngine
 from quire.runner.parallel.messages import Connection, to_frame
 from quire.runner.pipeline import links, nodes, stage_process
 from quire.runner.pipeline.node import Own, run_node
@@ -98,7 +99,11 @@ def test_what_follows_the_handshake_at_once_is_not_lost(secret: Path, monkeypatc
 @pytest.mark.parametrize(
     ("given", "weights", "message"),
     [
-        ({"secret_file": os.devnull}, WEIGHTS, "its secret is another one; give --master-secret-file or QUIRE_MASTER_SECRET"),
+        (
+            {"secret_file": os.devnull},
+            WEIGHTS,
+            "its secret is another one; give --master-secret-file or QUIRE_MASTER_SECRET",
+        ),
         ({"nnodes": 3}, WEIGHTS, "it was started with nnodes=3, and machine 0 with 2"),
         ({"node_rank": 2}, WEIGHTS, "node_rank=2 must be 1 to 1"),
         ({}, "4567", "its weights, their quantization or the model's config.json differ from machine 0's"),
@@ -136,7 +141,9 @@ def test_another_version_and_a_machine_that_joins_twice_are_refused(
             sock.close()
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", (2**40).to_bytes(8, "little"), b"", b"\5" + bytes(7) + b"abcde"])
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n\r\n", (2**40).to_bytes(8, "little"), b"", b"\5" + bytes(7) + b"abcde"]
+)
 def test_what_is_no_machine_of_this_engine_is_ignored(said: bytes, secret: Path) -> None:
     master = InThread(lambda: admit(machine(0, secret), WEIGHTS))
     while True:
@@ -185,7 +192,7 @@ def test_addresses_that_others_can_reach_need_a_secret(call: Any, monkeypatch: p
     with pytest.raises(ConfigError, match=r"master_addr=0\.0\.0\.0:29501: other machines can reach this address, so a"):
         call(machine(1, host="0.0.0.0"), WEIGHTS)
     monkeypatch.setenv("QUIRE_MASTER_SECRET", "swordfish")
-    with pytest.raises(ConfigError, match="have not joined|no machine 0 answers"):
+    with pytest.raises(ConfigError, match=r"have not joined|no machine 0 answers"):
         call(machine(1, host="0.0.0.0", port=1), WEIGHTS)
     with pytest.raises(ConfigError, match="master_secret_file='/nonexistent' cannot be read"):
         call(machine(1, secret_file="/nonexistent"), WEIGHTS)
@@ -343,6 +350,11 @@ class Link(threading.Thread):
         os.close(self._interruption)
 
 
+def run_on(engine: LLMEngine) -> None:
+    while True:
+        engine.step()
+
+
 @needs_native
 @pytest.mark.parametrize("is_idle", [False, True])
 def test_a_link_that_is_interrupted_ends_the_engine(
@@ -366,8 +378,7 @@ def test_a_link_that_is_interrupted_ends_the_engine(
             engine.step()
             link.interrupt()
         with pytest.raises(EngineBrokenError, match="stage 0 was silent for 1 s"):
-            while True:
-                engine.step()
+            run_on(engine)
         llm.engine.executor.close()
         link.close()
 

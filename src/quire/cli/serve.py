@@ -31,7 +31,9 @@ def run(options: argparse.Namespace) -> int:
     args, models = merge_args(options.config, flags, options.models)
     of_several = [spec.engine for spec in models if spec.engine.nnodes > 1]
     if of_several and len(models) > 1:
-        raise ConfigError(f"nnodes={of_several[0].nnodes}: one model can run on several machines, and {len(models)} are given")
+        raise ConfigError(
+            f"nnodes={of_several[0].nnodes}: one model can run on several machines, and {len(models)} are given"
+        )
     if of_several and of_several[0].node_rank > 0:
         from quire.runner.pipeline.node import run_node
 

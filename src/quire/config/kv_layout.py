@@ -62,8 +62,8 @@ def kv_cache_config(
     num_ranks: int = 1,
     stages: tuple[Range, ...] = (),
 ) -> KVCacheConfig:
-    """The cache that fits into `num_bytes` of all ranks and `stages` together, or of exactly `num_blocks`, also for the layers of a
-    draft model. OutOfMemoryError if no block fits."""
+    """The cache that fits into `num_bytes` of all ranks and `stages` together, or of exactly `num_blocks`, also for the
+    layers of a draft model. OutOfMemoryError if no block fits."""
     groups = group_layers(specs, block_size)
     if draft_specs:
         groups = with_draft_layers(groups, draft_specs)

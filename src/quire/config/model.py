@@ -74,8 +74,8 @@ class ModelConfig:
     convert: str = "none"
     """What a generating architecture is converted to for pooling: `embed`, `classify`, `reward`, or `none`."""
     layers: Range | None = None
-    """The layers that a stage of a pipeline has, of which the first one also has what is before the layers, and the last
-    one what is behind them. None: all."""
+    """The layers that a stage of a pipeline has. The first stage also has what is before the layers, and the last one
+    what is behind them. None: all."""
     head: HeadConfig | None = None
     """If this is a draft head, and no model, what its checkpoint has of it; `architecture` is that of its layers."""
 

@@ -28,8 +28,8 @@ def activation_bytes(
     config: ModelConfig, num_tokens: int, lora: LoRAConfig | None = None, ranks: kernels.Ranks | None = None
 ) -> int:
     """The most that the outputs of kernels, and of torch's operations in a model that has some, take at once in a
-    forward pass of `num_tokens` tokens, and the states that a stage gets and gives; logits excluded. With `lora`, the tokens have adapters. With `ranks`, that of
-    this rank.
+    forward pass of `num_tokens` tokens, and the states that a stage gets and gives; logits excluded. With `lora`, the
+    tokens have adapters. With `ranks`, that of this rank.
 
     The model runs on torch's meta device: its kernels allocate as always, but read no weights and compute nothing.
     """

@@ -277,7 +277,9 @@ def _share_out(args: EngineArgs, config: EngineConfig, weights: WeightUse) -> Me
     activations = _activation_bytes(model, config, stages)
     if config.draft is not None:
         of_draft = dataclasses.replace(config, model=config.draft, lora=None)
-        activations += _activation_bytes(class_of(config.draft), of_draft, [of_draft]) + _state_bytes(config, config.draft.head)
+        activations += _activation_bytes(class_of(config.draft), of_draft, [of_draft]) + _state_bytes(
+            config, config.draft.head
+        )
     adapters, activations = adapters * num_ranks, activations * num_ranks
     least_tokens = 0 if args.fits_model_len else config.model.max_model_len
     share = 1.0 if weights.file_bytes == 0 else _CACHE_SHARE_BESIDE_FILES
@@ -310,8 +312,8 @@ def _with_whole_sequences(config: EngineConfig, specs: list[KVCacheSpec]) -> Eng
 
 
 def _activation_bytes(model: type[Model], config: EngineConfig, stages: Sequence[EngineConfig]) -> int:
-    """The peak of a step: a forward pass of all tokens in all stages, and of a model that generates float32 logits for all sequences
-    and for a chunk of those whose log-probabilities are wanted."""
+    """The peak of a step: a forward pass of all tokens in all stages, and of a model that generates float32 logits for
+    all sequences and for a chunk of those whose log-probabilities are wanted."""
     num_tokens, ranks = config.scheduler.max_num_batched_tokens, _first_rank(config)
     forward = sum(activation_bytes(stage.model, num_tokens, config.lora, ranks) for stage in stages)
     if config.model.runner == "pooling":

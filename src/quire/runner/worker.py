@@ -27,7 +27,6 @@ from quire.runner.head_runner import HeadRunner
 from quire.runner.model_runner import ModelRunner
 from quire.runner.pooling import pooler_info
 
-
 States = Sequence[bytes | memoryview]
 """What one stage of layers gives to the next one: the bytes of each tensor of a Boundary."""
 

@@ -81,7 +81,6 @@ class StepsInFlight:
         while self._batches:
             self._requests.revert(self._batches.pop().step)
 
-
     def take_failed(self) -> Sequence[ScheduledSequence]:
         """The sequences of the step that has failed, if one has since this was last called."""
         failed, self._failed = self._failed, None

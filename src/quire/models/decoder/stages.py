@@ -87,9 +87,7 @@ class StageStates:
         self._given = [
             torch.zeros(num_tokens, self.before.width, dtype=self.before.dtype) for _ in range(self.before.num_tensors)
         ]
-        self._kept = [
-            Watch(self.behind.width, self.behind.dtype, num_tokens) for _ in range(self.behind.num_tensors)
-        ]
+        self._kept = [Watch(self.behind.width, self.behind.dtype, num_tokens) for _ in range(self.behind.num_tensors)]
         if self._given:
             model.enter = self._enter
         if self._kept:

@@ -49,8 +49,8 @@ class StageLink:
     kept for `answer`, and what it has computed is passed on."""
 
     def __init__(self, number: int, source: Launch | socket.socket, boundary: Boundary, max_rows: int) -> None:
-        """`source` starts it, or is the connection to one that has been started. `boundary` is what it gives to the next
-        stage, for at most `max_rows` tokens of a step."""
+        """`source` starts it, or is the connection to one that has been started. `boundary` is what it gives to the
+        next stage, for at most `max_rows` tokens of a step."""
         self.number = number
         self.num_progress = 0
         """Beats with which it has computed, and what it has sent besides."""

@@ -28,8 +28,8 @@ class Own(msgspec.Struct):
 
 
 def run_node(args: EngineArgs) -> NoReturn:
-    """Run this machine's stage, for one engine after another. Raises ConfigError if there is no machine 0, or it refuses
-    this one."""
+    """Run this machine's stage, for one engine after another. Raises ConfigError if there is no machine 0, or it
+    refuses this one."""
     config = args.resolve()
     nodes = config.parallel.nodes
     if nodes is None or nodes.node_rank == 0:
@@ -66,9 +66,10 @@ def on_this_machine(config: EngineConfig, kv_cache: KVCacheConfig, own: Own) -> 
     first, end = config.model.layers or (0, 0)
     if needed > machine.limit_bytes:
         raise OutOfMemoryError(
-            f"machine {own.node_rank}: its stage of the layers {first} to {end - 1} needs {format_bytes(needed)} with a "
-            f"KV cache of {format_bytes(kv_cache.total_bytes)}, and this machine has "
-            f"{format_bytes(machine.limit_bytes)}: lower kv_cache_memory or max_num_batched_tokens, or take more machines"
+            f"machine {own.node_rank}: its stage of the layers {first} to {end - 1} needs {format_bytes(needed)} with "
+            f"a KV cache of {format_bytes(kv_cache.total_bytes)}, and this machine has "
+            f"{format_bytes(machine.limit_bytes)}: lower kv_cache_memory or max_num_batched_tokens, or take more "
+            "machines"
         )
     return config
 

@@ -1,7 +1,7 @@
 """How the machines of an engine find each other: each connects to machine 0, and both prove that they have the secret.
 
-The proof is an HMAC (RFC 2104) of random numbers of both sides, so the secret does not cross the wire and no proof can be
-used again. What is sent afterwards is neither encrypted nor authenticated (ADR 0087).
+The proof is an HMAC (RFC 2104) of random numbers of both sides, so the secret does not cross the wire and no proof can
+be used again. What is sent afterwards is neither encrypted nor authenticated (ADR 0087).
 """
 
 import hashlib
@@ -143,7 +143,7 @@ def _refusal(
 ) -> str | None:
     """Why the machine cannot join; None if it can."""
     if not hello.proves(secret, challenge):
-        return f"its secret is another one; give --master-secret-file or QUIRE_MASTER_SECRET the same content everywhere"
+        return "its secret is another one; give --master-secret-file or QUIRE_MASTER_SECRET the same content everywhere"
     rank = hello.node_rank
     problems = {
         f"it runs quire {hello.version}, and machine 0 {__version__}; install the same": hello.version != __version__,
@@ -178,7 +178,9 @@ def join(nodes: NodesConfig, fingerprint: str) -> socket.socket:
     except BaseException as error:
         sock.close()
         if isinstance(error, OSError | ValueError) and not isinstance(error, ConfigError):
-            raise ConfigError(f"master_addr={nodes.master_addr}: what answers there is no machine 0: {error}") from error
+            raise ConfigError(
+                f"master_addr={nodes.master_addr}: what answers there is no machine 0: {error}"
+            ) from error
         raise
     sock.settimeout(None)
     return sock

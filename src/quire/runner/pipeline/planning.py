@@ -1,6 +1,5 @@
 """Which layers, CPUs and blocks each stage has, and what cannot be divided into stages."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from quire.common.errors import ConfigError
@@ -20,8 +19,8 @@ def divided(config: EngineConfig) -> EngineConfig:
         return config
     if nodes is not None and nodes.node_rank > 0:
         raise ConfigError(
-            f"node_rank={nodes.node_rank}: this machine computes a stage for machine 0; start it with `quire serve MODEL` "
-            f"and --nnodes, --node-rank and --master-addr"
+            f"node_rank={nodes.node_rank}: this machine computes a stage for machine 0; start it with `quire serve "
+            "MODEL` and --nnodes, --node-rank and --master-addr"
         )
     unsupported = {
         "models that pool texts (runner='pooling') run in one process each": model.runner == "pooling",
@@ -67,7 +66,7 @@ def own_stage_configs(config: EngineConfig) -> list[EngineConfig]:
 
 
 def _threads_of(parallel: ParallelConfig, number: int) -> ParallelConfig:
-    """The threads of a stage: on CPUs of its own, if all stages are on this machine. Another machine chooses its own."""
+    """The threads of a stage, on CPUs of its own if all stages are on this machine. Other machines choose theirs."""
     alone = replace(parallel, pipeline_parallel_size=1, stages=(), nodes=None)
     if parallel.nodes is not None:
         return alone if number == len(parallel.stages) - 1 else replace(alone, num_threads=None, cpus=())
@@ -76,5 +75,3 @@ def _threads_of(parallel: ParallelConfig, number: int) -> ParallelConfig:
     threads = [rank_threads(parallel, shard) for shard in shards]
     cpus = tuple([cpu for each in threads for cpu in each.cpus])
     return replace(alone, num_threads=threads[0].num_threads, cpus=cpus)
-
-

@@ -26,7 +26,6 @@ from quire.config.args import EngineConfig
 from quire.config.kv_cache import KVCacheConfig
 from quire.runner.parallel.configs import from_bytes
 from quire.runner.parallel.messages import Connection, Done, Failed, LoadAdapter, Message, UnloadAdapter
-from quire.runner.pipeline.node import Own, on_this_machine
 from quire.runner.pipeline.messages import (
     TO_STAGE,
     Beat,
@@ -37,6 +36,7 @@ from quire.runner.pipeline.messages import (
     StepFailed,
     ToStage,
 )
+from quire.runner.pipeline.node import Own, on_this_machine
 
 if TYPE_CHECKING:
     from quire.runner.pipeline.executor import StageExecutor
