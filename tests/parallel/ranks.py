@@ -11,9 +11,9 @@ from typing import Any
 from quire import LLM
 from quire.runner import executor as executors
 from quire.runner.parallel.executor import RanksExecutor
+from quire.runner.parallel.pipeline.executor import PipelineExecutor
+from quire.runner.parallel.pipeline.stage_process import serve as serve_stage
 from quire.runner.parallel.rank_process import serve
-from quire.runner.pipeline.executor import PipelineExecutor
-from quire.runner.pipeline.stage_process import serve as serve_stage
 
 
 class ThreadRank:

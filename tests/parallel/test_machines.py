@@ -18,9 +18,9 @@ from quire.common import liveness
 from quire.common.errors import EngineBrokenError, OutOfMemoryError
 from quire.config.model import ModelConfig
 from quire.engine.llm_engine import LLMEngine
-from quire.runner.pipeline import links, stage_process
-from quire.runner.pipeline.node import Own
-from quire.runner.pipeline.nodes import fingerprint, join
+from quire.runner.parallel.pipeline import links, stage_process
+from quire.runner.parallel.pipeline.node import Own
+from quire.runner.parallel.pipeline.nodes import fingerprint, join
 from tests.async_llm import door as door_module
 from tests.async_llm.door import Door
 from tests.kernels.isas import needs_native

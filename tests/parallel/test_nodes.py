@@ -16,9 +16,9 @@ from quire.cli import main
 from quire.config.model import ModelConfig
 from quire.config.parallel import NodesConfig
 from quire.runner.parallel.messages import Connection, to_frame
-from quire.runner.pipeline import nodes
-from quire.runner.pipeline.node import run_node
-from quire.runner.pipeline.nodes import Hello, Welcome, admit, fingerprint, join
+from quire.runner.parallel.pipeline import nodes
+from quire.runner.parallel.pipeline.node import run_node
+from quire.runner.parallel.pipeline.nodes import Hello, Welcome, admit, fingerprint, join
 
 HOST = f"127.{os.getpid() >> 14 & 255}.{os.getpid() >> 7 & 127}.{1 + (os.getpid() & 127)}"
 """An address of this process alone, so that tests beside it can use the same port."""

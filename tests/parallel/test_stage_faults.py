@@ -17,9 +17,9 @@ from quire.common.errors import EngineBrokenError, OutOfMemoryError
 from quire.common.faults import Fault, environment, inject
 from quire.runner import executor as executors
 from quire.runner.parallel.messages import Connection
-from quire.runner.pipeline import links, stage_process
-from quire.runner.pipeline.executor import PipelineExecutor
-from quire.runner.pipeline.messages import States
+from quire.runner.parallel.pipeline import links, stage_process
+from quire.runner.parallel.pipeline.executor import PipelineExecutor
+from quire.runner.parallel.pipeline.messages import States
 from tests.async_llm import door as door_module
 from tests.async_llm.door import Door
 from tests.kernels.isas import needs_native

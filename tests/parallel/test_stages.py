@@ -10,7 +10,7 @@ import pytest
 from quire import LLM, LoRARequest, SamplingParams
 from quire.common.batch import Batch
 from quire.config.model import ModelConfig
-from quire.runner.pipeline.executor import PipelineExecutor
+from quire.runner.parallel.pipeline.executor import PipelineExecutor
 from tests.engine import test_mixed_requests as mixed
 from tests.kernels.isas import needs_native
 from tests.models.adapters import make_tensors, tiny_sizes, write_adapter

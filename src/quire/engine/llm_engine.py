@@ -72,7 +72,7 @@ class LLMEngine:
         self._is_planning = False  # the scheduler is at work, or has raised
         self._changed: list[SequenceGroup] = []  # by steps, and not returned yet
         self._isolator = FailureIsolator()
-        self._in_flight = StepsInFlight(self.requests)
+        self._in_flight = StepsInFlight(self.requests, executor)
         self._broken: EngineBrokenError | None = None
 
     @classmethod
@@ -87,8 +87,7 @@ class LLMEngine:
             engine.adapters.add(request)
         return engine
 
-    from_engine_args = from_args
-    """vLLM's name."""
+    from_engine_args = from_args  # vLLM's name
 
     def add_request(
         self,
@@ -157,7 +156,7 @@ class LLMEngine:
         fault_point("step.start")
         if self.grammars:
             self.grammars.admit(self.requests, _GRAMMAR_WAIT_S)
-        given = self.executor, self._isolator.to_run(groups := self._groups.values()), groups
+        given = self._isolator.to_run(groups := self._groups.values()), groups
         while self._in_flight.has_room(*given):
             only, self._is_planning = self._in_flight.share(*given), True
             self._in_flight.add(self.scheduler.schedule(only))
@@ -168,7 +167,7 @@ class LLMEngine:
         """The batch's result. If there is none, no request has advanced."""
         try:
             start_s = time.monotonic()
-            self._in_flight.submit(self.executor)
+            self._in_flight.submit()
             fault_point("step.execute")
             result = self.executor.execute(batch)
             fault_point("step.commit")
@@ -336,6 +335,7 @@ class LLMEngine:
         if self.is_sleeping:
             self.executor = make_executor(self.plan.config, self.plan.kv_cache)
             self._slots.clear(self.executor)
+            self._in_flight = StepsInFlight(self.requests, self.executor)
 
     @property
     def is_sleeping(self) -> bool:

@@ -11,7 +11,7 @@ from quire.common.params import PoolerInfo
 from quire.config.args import EngineConfig
 from quire.config.kv_cache import KVCacheConfig
 from quire.runner.parallel.executor import RanksExecutor
-from quire.runner.pipeline.executor import PipelineExecutor, StageExecutor
+from quire.runner.parallel.pipeline.executor import PipelineExecutor, StageExecutor
 from quire.runner.worker import Worker, make_worker
 
 

@@ -23,8 +23,8 @@ from quire.models.adapters.slots import adapter_reserve
 from quire.models.base import Model
 from quire.models.registry import class_of
 from quire.models.weights.usage import WeightUse, weight_use
+from quire.runner.parallel.pipeline.planning import divided, own_stage_configs
 from quire.runner.parallel.placing import check_ranks
-from quire.runner.pipeline.planning import divided, own_stage_configs
 from quire.runner.sampling.sampler import MAX_LOGITS_ROWS
 from quire.text.tokenizer.tokenizer import Tokenizer
 

@@ -27,42 +27,42 @@ class StepsInFlight:
     share of the running requests. While the cause of a failure is looked for, one batch is in flight.
     """
 
-    def __init__(self, requests: UnfinishedRequests) -> None:
+    def __init__(self, requests: UnfinishedRequests, executor: object) -> None:
         self._requests = requests
+        self._executor = executor if isinstance(executor, Pipelined) else None
+        self._depth = 1 if self._executor is None else self._executor.num_in_flight
         self._batches = deque[Batch]()
         self._num_submitted = 0
         self._failed: Batch | None = None
 
-    def has_room(self, executor: object, only: Set[SequenceGroup] | None, groups: Iterable[SequenceGroup]) -> bool:
-        """Whether to plan another batch for an executor, of all requests `groups`, or of `only` some."""
+    def has_room(self, only: Set[SequenceGroup] | None, groups: Iterable[SequenceGroup]) -> bool:
+        """Whether to plan another batch, of all requests `groups`, or of `only` some."""
         if not self._batches:
             return True
-        if only is not None or len(self._batches) >= _num_in_flight(executor):
+        if only is not None or len(self._batches) >= self._depth:
             return False
         busy = self._requests.busy()
         return any(group not in busy for group in groups)
 
-    def share(
-        self, executor: object, only: Set[SequenceGroup] | None, groups: Iterable[SequenceGroup]
-    ) -> Set[SequenceGroup] | None:
+    def share(self, only: Set[SequenceGroup] | None, groups: Iterable[SequenceGroup]) -> Set[SequenceGroup] | None:
         """The requests that may run in the next batch; None for all that are in no other."""
-        depth = _num_in_flight(executor)
-        if only is not None or depth == 1:
+        if only is not None or self._depth == 1:
             return only
         busy, running = self._requests.busy(), self._requests.running
-        waiting = set([group for group in running if group not in busy][-(-len(running) // depth) :])
+        waiting = set([group for group in running if group not in busy][-(-len(running) // self._depth) :])
         return {group for group in groups if group not in waiting} if waiting else None
 
     def add(self, batch: Batch) -> None:
         """A batch has been planned."""
+        self._failed = None
         self._batches.append(batch)
 
-    def submit(self, executor: object) -> None:
+    def submit(self) -> None:
         """Let the executor begin with what has been planned."""
-        if isinstance(executor, Pipelined):
+        if self._executor is not None:
             for batch in list(self._batches)[self._num_submitted :]:
                 self._num_submitted += 1
-                executor.submit(batch)
+                self._executor.submit(batch)
 
     @property
     def oldest(self) -> Batch:
@@ -85,7 +85,3 @@ class StepsInFlight:
         """The sequences of the step that has failed, if one has since this was last called."""
         failed, self._failed = self._failed, None
         return () if failed is None else failed.sequences
-
-
-def _num_in_flight(executor: object) -> int:
-    return executor.num_in_flight if isinstance(executor, Pipelined) else 1

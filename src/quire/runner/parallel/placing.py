@@ -25,7 +25,8 @@ def check_ranks(config: EngineConfig) -> None:
     for what, is_given in unsupported.items():
         if is_given:
             raise ConfigError(f"tensor_parallel_size={num_ranks}: {what} run in one process each; leave it at 1")
-    rank_threads(config.parallel, Shard(0, num_ranks))
+    if config.parallel.pipeline_parallel_size == 1 or config.parallel.nodes is not None:  # or else stages share CPUs
+        rank_threads(replace(config.parallel, pipeline_parallel_size=1), Shard(0, num_ranks))
 
 
 def rank_threads(parallel: ParallelConfig, shard: Shard) -> ParallelConfig:

@@ -13,7 +13,7 @@ from quire.common.log import logger
 from quire.models.decoder.model import Boundary
 from quire.runner.parallel.links import PATIENCE_S, ChildProcess, RankProcess, start_child
 from quire.runner.parallel.messages import Connection, Done, Failed, Message, to_frame
-from quire.runner.pipeline.messages import FROM_STAGE, Beat, StageReady, States, StepFailed
+from quire.runner.parallel.pipeline.messages import FROM_STAGE, Beat, StageReady, States, StepFailed
 
 SILENCE_S = 10.0
 """How long nothing may come from a stage that has loaded. It sends a Beat every second, also while it computes."""
@@ -30,7 +30,7 @@ class StageProcess(ChildProcess):
 
     def __init__(self, sock: socket.socket) -> None:
         descriptor = sock.fileno()
-        self._process = start_child("quire.runner.pipeline.stage_process", [str(descriptor)], [descriptor])
+        self._process = start_child("quire.runner.parallel.pipeline.stage_process", [str(descriptor)], [descriptor])
 
 
 class DistantStage:

@@ -19,10 +19,10 @@ from quire.models.decoder.stages import boundary
 from quire.models.registry import class_of
 from quire.runner.parallel.configs import to_bytes
 from quire.runner.parallel.messages import Failed, LoadAdapter, UnloadAdapter, to_frame
-from quire.runner.pipeline.links import Launch, StageLinks, StageProcess
-from quire.runner.pipeline.messages import StageReady, StageStart, StageStep, StepFailed
-from quire.runner.pipeline.nodes import admit, fingerprint
-from quire.runner.pipeline.planning import stage_configs
+from quire.runner.parallel.pipeline.links import Launch, StageLinks, StageProcess
+from quire.runner.parallel.pipeline.messages import StageReady, StageStart, StageStep, StepFailed
+from quire.runner.parallel.pipeline.nodes import admit, fingerprint
+from quire.runner.parallel.pipeline.planning import stage_configs
 
 
 class StageExecutor(Protocol):

@@ -13,7 +13,7 @@ from quire.config.kv_cache import KVCacheConfig
 from quire.config.machine import format_bytes, machine_memory
 from quire.config.parallel import Shard
 from quire.runner.parallel.links import start_child
-from quire.runner.pipeline.nodes import fingerprint, join
+from quire.runner.parallel.pipeline.nodes import fingerprint, join
 
 
 class Own(msgspec.Struct):
@@ -48,7 +48,7 @@ def run_node(args: EngineArgs) -> NoReturn:
         logger.info("machine %d of %d joins %s", nodes.node_rank, nodes.nnodes, nodes.master_addr)
         with join(nodes, content) as sock:
             given = [str(sock.fileno()), msgspec.json.encode(own).decode()]
-            process = start_child("quire.runner.pipeline.stage_process", given, [sock.fileno()])
+            process = start_child("quire.runner.parallel.pipeline.stage_process", given, [sock.fileno()])
         logger.info("machine %d has joined", nodes.node_rank)
         logger.info("the stage has ended with status %d", process.wait())
 

@@ -1,7 +1,8 @@
 """A stage before the engine's own: computes its layers, and gives what it has computed to the next stage.
 
-Started as `python -m quire.runner.pipeline.stage_process SOCKET [OWN]`, with a descriptor, and on a machine that has
-joined another one with what it decides by itself. It ends when the engine's process closes the socket, or ends itself.
+Started as `python -m quire.runner.parallel.pipeline.stage_process SOCKET [OWN]`, with a descriptor, and on a machine
+that has joined another one with what it decides by itself. It ends when the engine's process closes the socket, or ends
+itself.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from quire.config.args import EngineConfig
 from quire.config.kv_cache import KVCacheConfig
 from quire.runner.parallel.configs import from_bytes
 from quire.runner.parallel.messages import Connection, Done, Failed, LoadAdapter, Message, UnloadAdapter
-from quire.runner.pipeline.messages import (
+from quire.runner.parallel.pipeline.messages import (
     TO_STAGE,
     Beat,
     StageReady,
@@ -36,10 +37,10 @@ from quire.runner.pipeline.messages import (
     StepFailed,
     ToStage,
 )
-from quire.runner.pipeline.node import Own, on_this_machine
+from quire.runner.parallel.pipeline.node import Own, on_this_machine
 
 if TYPE_CHECKING:
-    from quire.runner.pipeline.executor import StageExecutor
+    from quire.runner.parallel.pipeline.executor import StageExecutor
 
 _BEAT_S = 1.0
 _MIN_CPU_S = 0.01
