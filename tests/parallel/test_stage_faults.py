@@ -3,18 +3,22 @@
 import asyncio
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
+import torch
 
 from quire import LLM, AsyncLLM, EngineArgs, LoRARequest
 from quire.common import liveness
 from quire.common.errors import EngineBrokenError, OutOfMemoryError
 from quire.common.faults import Fault, environment, inject
+from quire.models.decoder.model import Boundary
 from quire.runner import executor as executors
 from quire.runner.parallel.messages import Connection
 from quire.runner.parallel.pipeline import links, stage_process
@@ -161,6 +165,26 @@ def test_a_stage_that_falls_silent_while_nothing_runs_ends_the_engine(
     assert is_lost.wait(30)
     with pytest.raises(EngineBrokenError, match=r"stage 0 was silent for 0\.3 s"):
         answers_again(llm)
+
+
+def test_a_stage_that_falls_silent_within_a_message_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Half:
+        def __init__(self, sock: socket.socket) -> None:
+            self._socket = sock.dup()
+            Connection(self._socket).send(stage_process.Done())
+            self._socket.sendall((100).to_bytes(8, "little") + b"half")
+
+        def end(self) -> str:
+            self._socket.close()
+            return "has ended"
+
+    monkeypatch.setattr(links, "SILENCE_S", 0.3)
+    lost = SimpleQueue[str]()
+    link = links.StageLink(0, Half, Boundary(1, 4, torch.float32), 8)
+    link.when_lost = lost.put
+    link.start()
+    assert lost.get(timeout=30) == "stage 0 was silent for 0.3 s"
+    link.close()
 
 
 def test_a_stage_that_cannot_load_says_why(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,9 @@ class StageLink:
             ours, its = socket.socketpair()
             start = partial(_launched, source, its)
         ours.settimeout(PATIENCE_S)
-        self._connection = Connection(ours, max_rows * boundary.token_bytes + _OTHER_BYTES)
+        self._connection = Connection(ours)
+        self._reading = Connection(ours.dup(), max_rows * boundary.token_bytes + _OTHER_BYTES)
+        """The same socket: a stage may take longer to read while it computes than it may be silent."""
         self._thread = threading.Thread(target=self._run, args=(start,), name=f"stage {number}", daemon=True)
 
     def start(self) -> None:
@@ -89,9 +91,12 @@ class StageLink:
 
     def _read(self) -> str:
         """Read what it sends until its end. Returns why nothing more is read, if the stage has not ended."""
-        while self._connection.is_readable(limit_s := SILENCE_S if self._is_loaded else PATIENCE_S):
+        while self._reading.is_readable(limit_s := SILENCE_S if self._is_loaded else PATIENCE_S):
+            self._reading.socket.settimeout(limit_s)
             try:
-                frame = self._connection.receive_frame()
+                frame = self._reading.receive_frame()
+            except TimeoutError:
+                break
             except OSError:
                 frame = None
             if frame is None:
@@ -130,6 +135,11 @@ class StageLink:
         """The next answer. Raises Empty if none comes in time."""
         return self._answers.get(timeout=timeout_s)
 
+    def begin_to_close(self) -> None:
+        """Let nothing that this stage sends or should read keep another thread waiting."""
+        self._is_closing = True
+        self._shut_down()
+
     def _shut_down(self) -> None:
         """Let both ends read the end."""
         try:
@@ -139,11 +149,11 @@ class StageLink:
 
     def close(self) -> None:
         """End the stage, and wait for its end."""
-        self._is_closing = True
-        self._shut_down()
+        self.begin_to_close()
         if self._thread.ident is not None:
             self._thread.join()
         self._connection.close()
+        self._reading.close()
 
 
 def _launched(launch: Launch, its: socket.socket) -> RankProcess:
@@ -266,5 +276,7 @@ class StageLinks:
     def close(self) -> None:
         """End all stages, and wait for their end."""
         self._is_closed = True
+        for link in self._links:
+            link.begin_to_close()
         for link in self._links:
             link.close()
