@@ -49,6 +49,7 @@ TESTS = (
     "tests/models/test_gguf_architectures.py",
     "tests/models/test_loading.py",
     "tests/models/test_packed_integers.py",
+    "tests/parallel/test_nodes.py",
     "tests/parallel/test_shares.py",
     "tests/pooling",
     "tests/speculation",

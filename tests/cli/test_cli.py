@@ -252,10 +252,10 @@ def test_options_of_vllm_are_taken_where_they_make_no_difference(run: Run, loade
 
 
 def test_options_of_vllm_that_ask_for_something_else_are_refused(run: Run) -> None:
-    status, _, err = run("serve", "--pipeline-parallel-size", "2")
+    status, _, err = run("serve", "--data-parallel-rank", "2")
     assert (status, err) == (
         2,
-        "quire: pipeline_parallel_size='2' is not supported: one engine process per server so far\n",
+        "quire: data_parallel_rank='2' is not supported: one engine process per server so far\n",
     )
     status, _, err = run("top", "--enforce-eager")
     assert status == 2

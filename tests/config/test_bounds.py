@@ -41,6 +41,7 @@ def parallel(**changed):
         (scheduler, "tenant_weights", ({"a": 1e-6, "b": 1e6},)),
         (parallel, "num_threads", (1, None)),
         (parallel, "tensor_parallel_size", (1, 64)),
+        (parallel, "pipeline_parallel_size", (1, 64)),
         (parallel, "cpus", ((0, 1), ())),
     ],
 )
@@ -75,6 +76,8 @@ def test_the_ends_of_a_range_are_in_it(make, name, values):
         (parallel, "num_threads", 0, "num_threads=0: must be at least 1"),
         (parallel, "tensor_parallel_size", 0, "tensor_parallel_size=0: must be 1 to 64"),
         (parallel, "tensor_parallel_size", 65, "tensor_parallel_size=65: must be 1 to 64"),
+        (parallel, "pipeline_parallel_size", 0, "pipeline_parallel_size=0: must be 1 to 64"),
+        (parallel, "pipeline_parallel_size", 65, "pipeline_parallel_size=65: must be 1 to 64"),
     ],
 )  # fmt: skip
 def test_what_is_beyond_is_refused_by_name(make, name, value, message):

@@ -55,6 +55,8 @@ def test_threads_seed_and_logprobs_are_used():
         "ranks",
         "in_process",
     )
+    stages = EngineArgs(tensor_parallel_size=2, pipeline_parallel_size=3).resolve().parallel
+    assert (stages.pipeline_parallel_size, stages.executor_name, stages.nodes) == (3, "pipeline", None)
 
 
 def test_each_argument_of_the_model_is_used():

@@ -70,7 +70,8 @@ def test_arguments_that_make_no_difference_are_accepted_in_one_line(caplog, monk
     ("given", "said"),
     [
         ({"load_format": "pt"}, "load_format='pt' is not supported: checkpoints are safetensors"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size='2' is not supported: one engine process"),
+        ({"master_port": 2}, "master_port='2' is not supported: give it in master_addr, as HOST:PORT"),
+        ({"data_parallel_rank": 2}, "data_parallel_rank='2' is not supported: one engine process"),
         ({"spec_method": "ngram"}, "speculative_config says how tokens are drafted"),
         ({"device": "cuda"}, "Quire runs on CPUs"),
         ({"max_num_seq": 4}, "unknown argument 'max_num_seq', did you mean 'max_num_seqs'"),

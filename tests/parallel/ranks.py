@@ -11,6 +11,8 @@ from typing import Any
 from quire import LLM
 from quire.runner import executor as executors
 from quire.runner.parallel.executor import RanksExecutor
+from quire.runner.parallel.pipeline.executor import PipelineExecutor
+from quire.runner.parallel.pipeline.stage_process import serve as serve_stage
 from quire.runner.parallel.rank_process import serve
 
 
@@ -36,15 +38,29 @@ class ThreadRank:
         return "was ended" if not self._thread.is_alive() else "goes on"
 
 
+class ThreadStage(ThreadRank):
+    """A stage in a thread: the same messages and kernels."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock.dup()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with self._socket, suppress(BrokenPipeError, ConnectionResetError):
+            serve_stage(self._socket, pins=False)
+
+
 @contextmanager
 def in_threads() -> Iterator[None]:
-    """Engines of several ranks have them in threads."""
-    before = executors.EXECUTORS["ranks"]
+    """Engines of several ranks or stages have them in threads."""
+    before = dict(executors.EXECUTORS)
     executors.EXECUTORS["ranks"] = partial(RanksExecutor, launch=ThreadRank)
+    executors.EXECUTORS["pipeline"] = partial(PipelineExecutor, executors.make_stage, launch=ThreadStage)
     try:
         yield
     finally:
-        executors.EXECUTORS["ranks"] = before
+        executors.EXECUTORS.update(before)
 
 
 def answers(llm: LLM, prompts: Sequence[Any], params: Sequence[Any]) -> list[Any]:
@@ -60,7 +76,7 @@ def answers(llm: LLM, prompts: Sequence[Any], params: Sequence[Any]) -> list[Any
 
 
 def of_ranks(num_ranks: int, prompts: Sequence[Any], params: Sequence[Any], **given: Any) -> list[Any]:
-    """The answers of an engine of this many ranks, each of one thread."""
+    """The answers of an engine of this many ranks, each of one thread; with stages, this many in each."""
     with in_threads():
         llm = LLM(tensor_parallel_size=num_ranks, num_threads=1, **given)
         try:

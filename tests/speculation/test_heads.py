@@ -286,5 +286,5 @@ def test_the_plan_counts_the_head(tmp_path: Path) -> None:
 
 def test_without_a_head_a_model_keeps_no_hidden_states() -> None:
     model = make(None, method="off").engine.executor.runner.model
-    assert model._passes == list(model.layers)
+    assert model.passes == list(model.layers)
     assert model._after == []

@@ -11,6 +11,7 @@ import dataclasses
 
 from quire.cli.arguments.options import add_engine_arguments, engine_kwargs
 from quire.common.arguments.options import add_field_arguments
+from quire.common.errors import ConfigError
 from quire.server.config import ServerArgs, merge_args
 
 
@@ -28,6 +29,15 @@ def run(options: argparse.Namespace) -> int:
     names = {field.name for field in dataclasses.fields(ServerArgs)}
     flags = engine_kwargs(options) | {name: value for name, value in vars(options).items() if name in names}
     args, models = merge_args(options.config, flags, options.models)
+    of_several = [spec.engine for spec in models if spec.engine.nnodes > 1]
+    if of_several and len(models) > 1:
+        raise ConfigError(
+            f"nnodes={of_several[0].nnodes}: one model can run on several machines, and {len(models)} are given"
+        )
+    if of_several and of_several[0].node_rank > 0:
+        from quire.runner.parallel.pipeline.node import run_node
+
+        run_node(of_several[0])
     from quire.server.serve import serve  # after the arguments are checked, because it loads the HTTP server
 
     return serve(args, models)

@@ -30,6 +30,7 @@ POINTS: dict[str, str] = {
     "step.execute": "the step is scheduled; the executor has not been called",
     "step.run": "the worker has moved blocks; the model has not run",
     "rank.step": "a rank other than the first is about to compute its part of a step",
+    "stage.step": "a stage before the last is about to compute a step",
     "step.commit": "the executor has returned; nothing is committed",
     "step.end": "the step is committed",
     "blocks.allocate": "the first blocks of a sequence are about to be allocated; subject: its seq_id",

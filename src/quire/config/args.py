@@ -16,13 +16,13 @@ from quire.common.errors import ConfigError, InvalidParamsError, UnsupportedMode
 from quire.common.lora import LoRARequest
 from quire.common.params import LOGPROBS_MODES, LogprobsMode
 from quire.config.cache import CacheConfig
-from quire.config.checkpoint.draft_heads import resolve_head, verifier_of
+from quire.config.checkpoint.draft_heads import verifier_of
 from quire.config.lora import LoRAConfig
 from quire.config.machine import parse_bytes
 from quire.config.model import ModelConfig
-from quire.config.parallel import BACKENDS, ParallelConfig, parse_cpu_list
+from quire.config.parallel import BACKENDS, NodesConfig, ParallelConfig, parse_cpu_list
 from quire.config.scheduler import SchedulerConfig
-from quire.config.speculative import AUTOMATIC, SpeculativeConfig
+from quire.config.speculative import AUTOMATIC, SpeculativeConfig, draft_model
 
 _LORA_KEYS = {"name": "lora_name", "path": "lora_path"}
 """What vLLM's objects in lora_modules call the fields of LoRARequest."""
@@ -162,6 +162,15 @@ class EngineArgs(metaclass=_NamesChecked):
         "process alone); none: RAY_ADDRESS, or else local",
     )
     tensor_parallel_size: int = arg(1, "processes that compute each step together, each with a part of the model")
+    pipeline_parallel_size: int = arg(
+        1, "stages into which the layers are divided, each in a process (tensor_parallel_size of them) of its own"
+    )
+    nnodes: int = arg(1, "machines that compute each step together, each with one of the pipeline_parallel_size stages")
+    node_rank: int = arg(0, "number of this machine; 0 serves, and awaits the others at master_addr")
+    master_addr: str | None = arg(None, "HOST:PORT at which machine 0 awaits the others; all machines get the same")
+    master_secret_file: str | None = arg(
+        None, "file of the secret that machines prove to each other to have; none: QUIRE_MASTER_SECRET"
+    )
     num_threads: int | None = arg(None, "threads of the kernels, in each process; none: all CPUs of the set and quota")
     cpu_list: str | None = arg(None, "CPUs, as in 0,2-3, each with one thread pinned to it; none: no pinning")
     hf_overrides: Mapping[str, Any] | None = arg(None, "values that replace those of config.json, as a JSON object")
@@ -218,7 +227,7 @@ class EngineArgs(metaclass=_NamesChecked):
             drafting = {**verifier[1], **given}
             return dataclasses.replace(self, model=verifier[0], speculative_config=drafting).resolve()
         speculative = SpeculativeConfig.read(self.speculative_config or {})
-        draft = _draft_model(model, speculative, "method" in (self.speculative_config or {}))
+        draft = draft_model(model, speculative, "method" in (self.speculative_config or {}))
         if draft is not None and draft.head is not None:
             speculative = dataclasses.replace(speculative, method=draft.head.format.method)
         return EngineConfig(
@@ -239,6 +248,10 @@ class EngineArgs(metaclass=_NamesChecked):
                 self.num_threads,
                 self.tensor_parallel_size,
                 data_parallel_size=self.data_parallel_size,
+                pipeline_parallel_size=self.pipeline_parallel_size,
+                nodes=NodesConfig.read(
+                    self.nnodes, self.node_rank, self.master_addr, self.master_secret_file, self.pipeline_parallel_size
+                ),
                 cpus=() if self.cpu_list is None else parse_cpu_list(self.cpu_list),
                 backend=self._backend(),
             ),
@@ -354,28 +367,6 @@ class EngineArgs(metaclass=_NamesChecked):
                 f"max_model_len={length} is longer than the checkpoint's {model.max_context_len} positions"
             )
         return length
-
-
-def _draft_model(model: ModelConfig, speculative: SpeculativeConfig, has_method: bool) -> ModelConfig | None:
-    """Computes as the model does, and is quantized as its files are or `speculative` says. Raises ConfigError if the
-    model pools. Without a method, the files tell whether they are a draft head's."""
-    if speculative.model is None and not speculative.has_head:
-        return None
-    if model.runner != "generate":
-        raise ConfigError(f"speculative_config: {model.model} generates nothing, so no draft model can help it")
-    if speculative.has_head or not has_method:
-        head = resolve_head(model, speculative.model, speculative.method if has_method else None)
-        if head is not None:
-            speculative.check_no_draft_model()
-            return head
-    draft = ModelConfig.resolve(
-        speculative.model,
-        dtype=model.dtype,
-        quantization=speculative.quantization,
-        revision=speculative.revision,
-        runner="generate",
-    )
-    return dataclasses.replace(draft, max_model_len=min(model.max_model_len, draft.max_context_len))
 
 
 def _bytes(name: str, given: str | int | None) -> int | None:

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from quire.common.errors import ConfigError
-from quire.config.parallel import Shard, key_heads
+from quire.config.parallel import Range, Shard, key_heads
 
 MAX_BLOCKS_PER_SEQ = 2**26
 """Largest number of blocks of a sequence; no sequence has as many."""
@@ -191,12 +191,15 @@ class KVCacheConfig:
     """Largest number of tokens of one sequence in a step. It limits the blocks that a group with a window uses."""
     num_ranks: int = 1
     """Processes that each keep a part of every block."""
+    stages: tuple[Range, ...] = ()
+    """The layers of each stage of this machine. Each stage keeps its layers' part of every block, in `num_ranks`
+    processes. Empty: one stage has all."""
 
     @property
     def block_bytes(self) -> int:
         """A whole block, with all layers of its group, in all ranks."""
-        if self.num_ranks > 1:
-            return sum([self.of_rank(Shard(rank, self.num_ranks)).block_bytes for rank in range(self.num_ranks)])
+        if self.stages or self.num_ranks > 1:
+            return sum([part.block_bytes for part in self._parts()])
         largest = max(group.block_bytes(self.block_size) for group in self.groups)
         return -(-largest // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
 
@@ -204,6 +207,24 @@ class KVCacheConfig:
         """What one rank allocates."""
         groups = tuple([group.of_rank(shard) for group in self.groups])
         return dataclasses.replace(self, groups=groups, num_ranks=1)
+
+    def of_stage(self, layers: Range) -> KVCacheConfig:
+        """What the processes of one stage allocate: its layers, numbered from 0, and a draft model's in the last."""
+        (first, end), num_layers = layers, sum(len(group.layer_ids) for group in self.groups)
+        groups = [
+            KVCacheGroup(
+                tuple([layer - first for layer in group.layer_ids if first <= layer < end]),
+                group.spec,
+                group.draft_specs if end == num_layers else (),
+            )
+            for group in self.groups
+        ]
+        return dataclasses.replace(self, groups=tuple(groups), stages=())
+
+    def _parts(self) -> list[KVCacheConfig]:
+        """What each process of this machine allocates."""
+        stages = [self.of_stage(layers) for layers in self.stages] or [self]
+        return [stage.of_rank(Shard(rank, self.num_ranks)) for stage in stages for rank in range(self.num_ranks)]
 
     @property
     def total_bytes(self) -> int:
@@ -218,9 +239,9 @@ class KVCacheConfig:
     @property
     def bytes_per_token(self) -> float:
         """What all layers keep of a token, as long as each of them keeps it."""
-        ranks = [Shard(rank, self.num_ranks) for rank in range(self.num_ranks)]
-        parts = [group.of_rank(rank) if self.num_ranks > 1 else group for group in self.groups for rank in ranks]
-        return sum(part.block_bytes(self.block_size) for part in parts) / self.block_size
+        parts = self._parts() if self.stages or self.num_ranks > 1 else [self]
+        groups = [group for part in parts for group in part.groups]
+        return sum(group.block_bytes(self.block_size) for group in groups) / self.block_size
 
     def blocks_to_hold(self, num_tokens: int) -> int:
         """Blocks, in all groups together, that a sequence may hold at once on its way to `num_tokens` tokens."""

@@ -17,6 +17,7 @@ from quire.config.checkpoint.location import CONFIG_FILE, EMBEDDED_CHECKPOINTS, 
 from quire.config.checkpoint.runners import find_runner
 from quire.config.checkpoint.sentence_transformers import read_sentence_config
 from quire.config.hf_config import HFConfig, read_json_object
+from quire.config.parallel import Range
 from quire.config.quantization import QUANT_METHOD, WEIGHTS_FROM_FILE, check_quantization, read_quantization
 
 _HALF = ("float16", "half", "fp16")
@@ -72,6 +73,9 @@ class ModelConfig:
     """What the model does: `generate`, or `pooling` for embeddings, scores and classes."""
     convert: str = "none"
     """What a generating architecture is converted to for pooling: `embed`, `classify`, `reward`, or `none`."""
+    layers: Range | None = None
+    """The layers that a stage of a pipeline has. The first stage also has what is before the layers, and the last one
+    what is behind them. None: all."""
     head: HeadConfig | None = None
     """If this is a draft head, and no model, what its checkpoint has of it; `architecture` is that of its layers."""
 

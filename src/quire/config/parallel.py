@@ -4,12 +4,14 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from quire.common.errors import ConfigError
 
 MAX_ENGINES = 1024
 MAX_RANKS = 64
+MASTER_PORT = 29501
+"""vLLM's `master_port`."""
 BACKENDS = ("mp", "uni", "ray")
 """Where engines run: processes of this machine, which vLLM's `uni` means too, or actors of a Ray cluster."""
 
@@ -50,6 +52,24 @@ def shares(count: int, num_parts: int) -> list[int]:
     return [count // num_parts + (part < count % num_parts) for part in range(num_parts)]
 
 
+def divide_layers(layer_bytes: Sequence[int], num_stages: int) -> tuple[Range, ...]:
+    """The layers of each stage: a stage ends where the bytes so far are nearest to its share of all, and has at least
+    one layer. Raises ConfigError if there are fewer layers."""
+    num_layers = len(layer_bytes)
+    if num_layers < num_stages:
+        raise ConfigError(
+            f"pipeline_parallel_size={num_stages}: the model has {num_layers} layers, and a stage at least one: at "
+            f"most {num_layers}"
+        )
+    ends = [0, *accumulate(layer_bytes)]
+    cuts = [0]
+    for stage in range(1, num_stages):
+        share = ends[-1] * stage / num_stages
+        allowed = range(cuts[-1] + 1, num_layers - (num_stages - stage) + 1)
+        cuts.append(min(allowed, key=lambda end: abs(ends[end] - share)))
+    return tuple(pairwise((*cuts, num_layers)))
+
+
 def key_heads(num_kv_heads: int, shard: Shard) -> Range:
     """The heads of keys and values that a rank keeps. If there are more ranks than heads, several keep the same one."""
     if num_kv_heads >= shard.num_ranks:
@@ -82,6 +102,44 @@ def _sharers(num_kv_heads: int, shard: Shard) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
+class NodesConfig:
+    """The machines of an engine, and which one this is."""
+
+    nnodes: int
+    """Machines, each with one stage."""
+    node_rank: int
+    """Of this one. Machine 0 has the engine's own process with the last stage, and machine n the stage n - 1."""
+    host: str
+    port: int
+    """Where machine 0 waits for the others."""
+    secret_file: str | None
+
+    @property
+    def master_addr(self) -> str:
+        """Host and port."""
+        return f"{self.host}:{self.port}"
+
+    @classmethod
+    def read(
+        cls, nnodes: int, node_rank: int, master_addr: str | None, secret_file: str | None, num_stages: int
+    ) -> "NodesConfig | None":
+        """The arguments of that name; None for one machine. Raises ConfigError if they do not fit together."""
+        if nnodes < 1 or not 0 <= node_rank < nnodes:
+            raise ConfigError(f"nnodes={nnodes}, node_rank={node_rank}: must be 1 or more, and 0 to nnodes - 1")
+        if nnodes == 1:
+            return None
+        if num_stages != nnodes:
+            raise ConfigError(
+                f"nnodes={nnodes}: each machine has one stage, so pipeline_parallel_size={num_stages} must be {nnodes}"
+            )
+        host, _, port = (master_addr or "").rpartition(":")
+        host, port = (host, port) if host else (port, str(MASTER_PORT))
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError(f"nnodes={nnodes}: master_addr={master_addr!r} must be HOST:PORT of machine 0")
+        return cls(nnodes, node_rank, host.strip("[]"), int(port), secret_file)
+
+
+@dataclass(frozen=True, slots=True)
 class ParallelConfig:
     """The threads of this process and the number of processes of this engine."""
 
@@ -95,6 +153,13 @@ class ParallelConfig:
     """Which executor runs the batches; see quire.runner.executor. None: the one for this number of ranks."""
     cpus: tuple[int, ...] = ()
     """CPUs that each get one thread pinned to them; if empty, `num_threads` threads run unpinned."""
+    pipeline_parallel_size: int = 1
+    """Stages of layers that compute each step one behind the other, this process's the last one. Each has
+    `tensor_parallel_size` processes."""
+    stages: tuple[Range, ...] = ()
+    """The layers of each stage, as the memory plan divides them."""
+    nodes: NodesConfig | None = None
+    """The machines of the stages. None: all stages are on this one."""
     backend: str = "mp"
     """Where engines run, one of BACKENDS."""
 
@@ -107,16 +172,32 @@ class ParallelConfig:
             raise ConfigError(f"data_parallel_size={self.data_parallel_size}: must be 1 to {MAX_ENGINES}")
         if not 1 <= self.tensor_parallel_size <= MAX_RANKS:
             raise ConfigError(f"tensor_parallel_size={self.tensor_parallel_size}: must be 1 to {MAX_RANKS}")
-        if self.backend == "ray" and self.tensor_parallel_size > 1:
+        if not 1 <= self.pipeline_parallel_size <= MAX_RANKS:
+            raise ConfigError(f"pipeline_parallel_size={self.pipeline_parallel_size}: must be 1 to {MAX_RANKS}")
+        if self.nodes is not None and self.data_parallel_size > 1:
             raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size}: an engine on a Ray cluster "
-                "(distributed_executor_backend='ray') is one process; leave it at 1"
+                f"data_parallel_size={self.data_parallel_size}: only one engine can have nnodes={self.nodes.nnodes}"
             )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if self.backend == "ray" and getattr(self, name) > 1:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}: an engine on a Ray cluster (distributed_executor_backend='ray') is "
+                    "one process; leave it at 1"
+                )
+
+    @property
+    def own_stages(self) -> tuple[Range, ...]:
+        """The stages of this machine."""
+        return self.stages if self.nodes is None else self.stages[-1:]
 
     @property
     def executor_name(self) -> str:
         """The name of the executor."""
-        return self.executor or ("in_process" if self.tensor_parallel_size == 1 else "ranks")
+        if self.executor is not None:
+            return self.executor
+        if self.pipeline_parallel_size > 1:
+            return "pipeline"
+        return "in_process" if self.tensor_parallel_size == 1 else "ranks"
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:

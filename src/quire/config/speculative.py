@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from quire.common.errors import ConfigError, check_choice, nearest_name
 from quire.common.log import logger
+from quire.config.checkpoint.draft_heads import resolve_head
+from quire.config.model import ModelConfig
 
 PREDICTION = "prediction"
 SOURCES = (PREDICTION, "forced", "own", "recent")
@@ -153,3 +156,25 @@ class SpeculativeConfig:
 
 
 AUTOMATIC = SpeculativeConfig()
+
+
+def draft_model(model: ModelConfig, speculative: SpeculativeConfig, has_method: bool) -> ModelConfig | None:
+    """Computes as the model does, and is quantized as its files are or `speculative` says. Raises ConfigError if the
+    model pools. Without a method, the files tell whether they are a draft head's."""
+    if speculative.model is None and not speculative.has_head:
+        return None
+    if model.runner != "generate":
+        raise ConfigError(f"speculative_config: {model.model} generates nothing, so no draft model can help it")
+    if speculative.has_head or not has_method:
+        head = resolve_head(model, speculative.model, speculative.method if has_method else None)
+        if head is not None:
+            speculative.check_no_draft_model()
+            return head
+    draft = ModelConfig.resolve(
+        speculative.model,
+        dtype=model.dtype,
+        quantization=speculative.quantization,
+        revision=speculative.revision,
+        runner="generate",
+    )
+    return dataclasses.replace(draft, max_model_len=min(model.max_model_len, draft.max_context_len))

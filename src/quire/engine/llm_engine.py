@@ -31,6 +31,7 @@ from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.stats import engine_stats
 from quire.engine.step.commit import Committer
 from quire.engine.step.containment import MAX_CONSECUTIVE_FAILURES, FailureIsolator
+from quire.engine.step.in_flight import StepsInFlight
 from quire.kv.block_space_manager import BlockSpaceManager
 from quire.kv.prefix_cache.pins import PinnedPrefix
 from quire.runner.executor import Executor, SleepingExecutor, make_executor
@@ -56,12 +57,7 @@ class LLMEngine:
         self.plan, self.config, self.model_config = plan, (config := plan.config), plan.config.model
         self.executor, self.pooler = executor, executor.pooler
         """The pooler says what the model can make of texts; None if it generates."""
-        self.blocks = BlockSpaceManager(
-            plan.kv_cache,
-            enable_prefix_caching=config.cache.enable_prefix_caching,
-            watermark=config.cache.watermark,
-            pinned_fraction=config.cache.pinned_fraction,
-        )
+        self.blocks = BlockSpaceManager.configured(plan.kv_cache, config.cache)
         block_copy_s, drafting = plan.kv_cache.block_bytes / _COPY_BYTES_PER_S, make_drafting(config)
         slots = self._slots = LoadedAdapters(config.lora, executor)
         self.adapters = AdapterTable(config.model, config.lora, on_change=slots.keep_only)
@@ -73,10 +69,10 @@ class LLMEngine:
         self._metrics = EngineMetrics(config.model.model) if config.measures_requests else None
         self._measure(())
         self._groups: dict[str, SequenceGroup] = {}
-        self._batch: Batch | None = None  # scheduled, and not committed
         self._is_planning = False  # the scheduler is at work, or has raised
         self._changed: list[SequenceGroup] = []  # by steps, and not returned yet
         self._isolator = FailureIsolator()
+        self._in_flight = StepsInFlight(self.requests, executor)
         self._broken: EngineBrokenError | None = None
 
     @classmethod
@@ -91,8 +87,7 @@ class LLMEngine:
             engine.adapters.add(request)
         return engine
 
-    from_engine_args = from_args
-    """vLLM's name."""
+    from_engine_args = from_args  # vLLM's name
 
     def add_request(
         self,
@@ -157,40 +152,44 @@ class LLMEngine:
         self._commit(batch, result)
 
     def _schedule(self) -> Batch:
-        """The plan of the next step."""
+        """The plan of the next step: the oldest of the plans that the executor computes at once."""
         fault_point("step.start")
         if self.grammars:
             self.grammars.admit(self.requests, _GRAMMAR_WAIT_S)
-        self._is_planning = True
-        self._batch = self.scheduler.schedule(self._isolator.to_run(self._groups.values()))
-        self._is_planning = False
-        return self._batch
+        given = self._isolator.to_run(groups := self._groups.values()), groups
+        while self._in_flight.has_room(*given):
+            only, self._is_planning = self._in_flight.share(*given), True
+            self._in_flight.add(self.scheduler.schedule(only))
+            self._is_planning = False
+        return self._in_flight.oldest
 
     def _execute(self, batch: Batch) -> StepResult:
         """The batch's result. If there is none, no request has advanced."""
         try:
             start_s = time.monotonic()
+            self._in_flight.submit()
             fault_point("step.execute")
             result = self.executor.execute(batch)
             fault_point("step.commit")
             self.scheduler.observe(batch, time.monotonic() - start_s, result.drafting_s, result.num_passes)
             return result
         except BaseException:
-            with self._accounting():
-                self.requests.revert(batch.step)
+            self._revert_in_flight()
             raise
+
+    def _revert_in_flight(self) -> None:
+        with self._accounting():
+            self._in_flight.revert()
 
     def _commit(self, batch: Batch, result: StepResult) -> None:
         """Apply the result: here requests advance, and nowhere else."""
         with self._accounting():
+            self._in_flight.take()
             self._changed += self.committer.commit(batch, result)
             self._changed += [self._groups[request_id] for request_id in batch.ignored if request_id in self._groups]
             self._changed += self.grammars.take_failed()
-        self._batch = None
         self._isolator.succeeded(has_run=bool(batch.sequences))
         fault_point("step.end")
-
-    # Failures
 
     def _contained_step(self) -> list[SequenceGroup]:
         """A step whose failure ends at most one request. Returns the requests that it changed, and those that earlier
@@ -221,9 +220,8 @@ class LLMEngine:
             self._revert_plan(None if culprit is not None else error)
             self._isolator.failed([])
         else:
-            sequences, self._batch = () if self._batch is None else self._batch.sequences, None
-            owners = [owner for s in sequences if (owner := self.requests.owners.get(s.seq_id)) is not None]
-            groups = list(dict.fromkeys([group for group, _ in owners]))
+            failed, owners = self._in_flight.take_failed(), self.requests.owners
+            groups = list(dict.fromkeys([owners[s.seq_id][0] for s in failed if s.seq_id in owners]))
             culprit, when = self._isolator.failed(groups), "when it was executed"
         if culprit is not None:
             self._changed.append(culprit)
@@ -310,11 +308,11 @@ class LLMEngine:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run, unless
         `reset_running_requests`: then these are preempted first, and compute their tokens so far again."""
-        if reset_running_requests:
-            for group in list(self.requests.running):
-                self.scheduler.preemptor.preempt(group, may_swap=False)
-        elif self.has_unfinished_requests():
+        if self.has_unfinished_requests() and not reset_running_requests:
             return False
+        self._revert_in_flight()
+        for group in list(self.requests.running):
+            self.scheduler.preemptor.preempt(group, may_swap=False)
         self.blocks.forget_cached()
         return True
 
@@ -322,6 +320,7 @@ class LLMEngine:
         """Give back weights and KV cache with all prefixes until `wake_up`. Raises RequestError while requests run."""
         if self.has_unfinished_requests():
             raise RequestError("the engine cannot sleep while requests run: wait for them, or abort them")
+        self._revert_in_flight()
         for pin_id in list(self.blocks.pins.block_ids):
             self.blocks.pins.unpin(pin_id)
         self.blocks.forget_cached()
@@ -336,6 +335,7 @@ class LLMEngine:
         if self.is_sleeping:
             self.executor = make_executor(self.plan.config, self.plan.kv_cache)
             self._slots.clear(self.executor)
+            self._in_flight = StepsInFlight(self.requests, self.executor)
 
     @property
     def is_sleeping(self) -> bool:

@@ -15,6 +15,7 @@ from quire.config.parallel import Shard
 from quire.kernels.variants import AttentionVariant, EncoderVariant
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.base import Model
+from quire.models.decoder.model import Decoder
 from quire.models.heads.head import DraftHead
 from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerCache
 from quire.models.layers.caches import view_cache
@@ -27,8 +28,8 @@ def activation_bytes(
     config: ModelConfig, num_tokens: int, lora: LoRAConfig | None = None, ranks: kernels.Ranks | None = None
 ) -> int:
     """The most that the outputs of kernels, and of torch's operations in a model that has some, take at once in a
-    forward pass of `num_tokens` tokens; logits excluded. With `lora`, the tokens have adapters. With `ranks`, that of
-    this rank.
+    forward pass of `num_tokens` tokens, and the states that a stage gets and gives; logits excluded. With `lora`, the
+    tokens have adapters. With `ranks`, that of this rank.
 
     The model runs on torch's meta device: its kernels allocate as always, but read no weights and compute nothing.
     """
@@ -50,7 +51,8 @@ def activation_bytes(
         batch, caches = _batch(model, num_tokens, has_adapters=lora is not None), _caches(model, config, shard)
         with meter.counting():
             model(batch, caches)
-    return meter.peak_bytes
+    states = sum(boundary.token_bytes for boundary in model.boundaries) if isinstance(model, Decoder) else 0
+    return meter.peak_bytes + num_tokens * states
 
 
 def _on_meta(variant: Any) -> Any:
@@ -78,7 +80,7 @@ def _batch(model: Model, num_tokens: int, has_adapters: bool) -> BatchTensors:
 
 def _caches(model: Model, config: ModelConfig, shard: Shard) -> list[LayerCache]:
     """A block for each layer that keeps something."""
-    all_specs = [spec.of_rank(shard) for spec in model.kv_cache_specs(config)]
+    all_specs = [spec.of_rank(shard) for spec in model.kv_cache_specs(config)[slice(*(config.layers or (None,)))]]
     specs = [spec for spec in all_specs if not isinstance(spec, NoCacheSpec)]
     buffers = (_meta((spec.block_bytes(_BLOCK_SIZE),), torch.uint8) for spec in specs)
     return [view_cache(spec, buffer, 1, _BLOCK_SIZE, 0) for spec, buffer in zip(specs, buffers, strict=True)]

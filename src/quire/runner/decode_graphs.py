@@ -104,6 +104,10 @@ class DecodeGraphs:
         self._some_rows[: len(rows)] = rows
         return self._replayed(sequences, layout, len(rows))
 
+    def advance(self, sequences: Sequence[ScheduledSequence]) -> None:
+        """As `logits`, in a stage that has no logits."""
+        self._replayed(sequences, row_layout(sequences), 0)
+
     def _replayed(
         self, sequences: Sequence[ScheduledSequence], layout: RowLayout, num_logits: int | None
     ) -> Tensor | None:

@@ -1,6 +1,7 @@
 """Where a Batch is executed: in this process, or in others."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -10,7 +11,8 @@ from quire.common.params import PoolerInfo
 from quire.config.args import EngineConfig
 from quire.config.kv_cache import KVCacheConfig
 from quire.runner.parallel.executor import RanksExecutor
-from quire.runner.worker import make_worker
+from quire.runner.parallel.pipeline.executor import PipelineExecutor, StageExecutor
+from quire.runner.worker import Worker, make_worker
 
 
 class Executor(Protocol):
@@ -62,9 +64,17 @@ class SleepingExecutor:
         """Does nothing."""
 
 
+def make_stage(config: EngineConfig, kv_cache: KVCacheConfig) -> StageExecutor:
+    """What computes the layers of one stage of a pipeline. Raises what loading raises."""
+    made = make_executor(config, kv_cache)
+    assert isinstance(made, Worker | RanksExecutor)
+    return made
+
+
 EXECUTORS: dict[str, Callable[[EngineConfig, KVCacheConfig], Executor]] = {
     "in_process": make_worker,
     "ranks": RanksExecutor,
+    "pipeline": partial(PipelineExecutor, make_stage),
 }
 """by the name that ParallelConfig.executor gives"""
 

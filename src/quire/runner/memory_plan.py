@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from quire.models.adapters.slots import adapter_reserve
 from quire.models.base import Model
 from quire.models.registry import class_of
 from quire.models.weights.usage import WeightUse, weight_use
+from quire.runner.parallel.pipeline.planning import divided, own_stage_configs
 from quire.runner.parallel.placing import check_ranks
 from quire.runner.sampling.sampler import MAX_LOGITS_ROWS
 from quire.text.tokenizer.tokenizer import Tokenizer
@@ -66,12 +68,13 @@ class MemoryPlan:
 
     @property
     def num_ranks(self) -> int:
-        """Processes that compute each step together. All sizes are those of all of them."""
-        return self.config.parallel.tensor_parallel_size
+        """Processes of this machine that compute each step together. All sizes are those of all of them."""
+        parallel = self.config.parallel
+        return parallel.tensor_parallel_size * max(1, len(parallel.own_stages))
 
     @property
     def rank_bytes(self) -> int:
-        """What one rank needs at most."""
+        """What one of them needs, about."""
         return -(-self.total_bytes // self.num_ranks)
 
     @property
@@ -125,7 +128,9 @@ class MemoryPlan:
             "kv_cache_tokens": self.kv_cache.max_tokens if self.kv_cache.is_length_bounded else None,
             "max_model_len": self.max_model_len,
             "max_concurrency": round(self.max_concurrency, 2),
-            "tensor_parallel_size": self.num_ranks,
+            "tensor_parallel_size": self.config.parallel.tensor_parallel_size,
+            "pipeline_parallel_size": self.config.parallel.pipeline_parallel_size,
+            "stages": self.config.parallel.stages,
             "rank_bytes": self.rank_bytes,
         }
 
@@ -159,6 +164,10 @@ class MemoryPlan:
                 "swap space": f"{format_bytes(cache.host_bytes)} = {cache.num_host_blocks} blocks",
                 "context": context,
             }
+        if stages := self.config.parallel.stages:
+            layers = ", ".join(f"{first} to {end - 1}" for first, end in stages)
+            of_last = "; this machine has the last" if len(self.config.parallel.own_stages) < len(stages) else ""
+            rows["stages"] = f"{len(stages)}, of the layers {layers}{of_last}"
         if self.num_ranks > 1:
             rows["ranks"] = (
                 f"{self.num_ranks} processes, in which all this is counted; each needs about "
@@ -208,13 +217,14 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     config = args.resolve()
     check_ranks(config)
     _check_same_tokens(config)
+    config = divided(config)
     weights = _weight_use(config)
     try:
         return _share_out(args, config, weights)
     except OutOfMemoryError as error:
         is_saved, limit = config.model.quant_method == QUANT_METHOD, config.cache.memory_limit_bytes
         is_too_large = weights.num_bytes > machine_memory().limited(limit).limit_bytes
-        can_stay = config.model.weights_from_file == "auto" and config.parallel.tensor_parallel_size == 1
+        can_stay = config.model.weights_from_file == "auto" and config.parallel.executor_name == "in_process"
         if not can_stay or not (weights.expert_bytes or is_saved or is_too_large):
             raise
         if not is_saved:
@@ -240,10 +250,11 @@ def _check_same_tokens(config: EngineConfig) -> None:
 
 
 def _weight_use(config: EngineConfig) -> WeightUse:
-    """Of the model, and of the draft model if there is one, in all ranks."""
+    """Of the model, and of the draft model if there is one, in all ranks of all stages."""
     ranks = _first_rank(config)
-    use = weight_use(config.model, ranks)
-    num_bytes = use.num_bytes + (0 if config.draft is None else weight_use(config.draft, ranks).num_bytes)
+    use, *others = [weight_use(stage.model, ranks) for stage in own_stage_configs(config)]
+    num_bytes = use.num_bytes + sum(each.num_bytes for each in others)
+    num_bytes += 0 if config.draft is None else weight_use(config.draft, ranks).num_bytes
     return dataclasses.replace(use, num_bytes=num_bytes * config.parallel.tensor_parallel_size)
 
 
@@ -259,11 +270,16 @@ def _share_out(args: EngineArgs, config: EngineConfig, weights: WeightUse) -> Me
     config = _with_whole_sequences(config, model.kv_cache_specs(config.model))
     machine = machine_memory().limited(config.cache.memory_limit_bytes)
     num_ranks = config.parallel.tensor_parallel_size
-    adapters = 0 if config.lora is None else adapter_reserve(config.model, config.lora, _first_rank(config))
-    activations = _activation_bytes(model, config)
+    stages, ranks = own_stage_configs(config), _first_rank(config)
+    lora, adapters = config.lora, 0
+    if lora is not None:
+        adapters = sum(adapter_reserve(stage.model, lora, ranks) for stage in stages)
+    activations = _activation_bytes(model, config, stages)
     if config.draft is not None:
         of_draft = dataclasses.replace(config, model=config.draft, lora=None)
-        activations += _activation_bytes(class_of(config.draft), of_draft) + _state_bytes(config, config.draft.head)
+        activations += _activation_bytes(class_of(config.draft), of_draft, [of_draft]) + _state_bytes(
+            config, config.draft.head
+        )
     adapters, activations = adapters * num_ranks, activations * num_ranks
     least_tokens = 0 if args.fits_model_len else config.model.max_model_len
     share = 1.0 if weights.file_bytes == 0 else _CACHE_SHARE_BESIDE_FILES
@@ -295,10 +311,11 @@ def _with_whole_sequences(config: EngineConfig, specs: list[KVCacheSpec]) -> Eng
     return dataclasses.replace(config, scheduler=dataclasses.replace(scheduler, max_num_batched_tokens=num_tokens))
 
 
-def _activation_bytes(model: type[Model], config: EngineConfig) -> int:
-    """The peak of a step: a forward pass of all tokens, and of a model that generates float32 logits for all sequences
-    and for a chunk of those whose log-probabilities are wanted."""
-    forward = activation_bytes(config.model, config.scheduler.max_num_batched_tokens, config.lora, _first_rank(config))
+def _activation_bytes(model: type[Model], config: EngineConfig, stages: Sequence[EngineConfig]) -> int:
+    """The peak of a step: a forward pass of all tokens in all stages, and of a model that generates float32 logits for
+    all sequences and for a chunk of those whose log-probabilities are wanted."""
+    num_tokens, ranks = config.scheduler.max_num_batched_tokens, _first_rank(config)
+    forward = sum(activation_bytes(stage.model, num_tokens, config.lora, ranks) for stage in stages)
     if config.model.runner == "pooling":
         return forward
     # One for each sample, also where one token of a prompt has several, and for each draft.
@@ -331,6 +348,7 @@ def _kv_cache(
         )
     layout: dict[str, Any] = {"host_bytes": cache.swap_bytes, "max_chunk": config.scheduler.max_num_batched_tokens}
     layout |= {"draft_specs": _draft_specs(config), "num_ranks": config.parallel.tensor_parallel_size}
+    layout |= {"stages": config.parallel.own_stages}
     if cache.num_blocks_override is not None:
         result = kv_cache_config(specs, cache.block_size, num_blocks=cache.num_blocks_override, **layout)
     else:
@@ -373,5 +391,6 @@ def _bytes_of_sequences(model: type[Model], config: EngineConfig, num_seqs: int,
     specs = _kv_cache_specs(model, config)
     drafts = _draft_specs(config)
     layout: dict[str, Any] = {"draft_specs": drafts, "num_ranks": config.parallel.tensor_parallel_size}
+    layout |= {"stages": config.parallel.own_stages}
     cache = kv_cache_config(specs, config.cache.block_size, num_blocks=MAX_BLOCKS_PER_SEQ, **layout)
     return num_seqs * cache.blocks_to_hold(num_tokens) * cache.block_bytes

@@ -35,9 +35,11 @@ class ModelRunner:
         backend: kernels.Backend | None = None,
         *,
         draws: bool = True,
+        passes_on: bool = False,
     ) -> None:
         """`adapters` are those of the model, whose slots sequences may name; `backend` is that of `kv`, and must be
-        given if no layer has a cache. Without `draws` logits are computed, and nothing is made of them."""
+        given if no layer has a cache. Without `draws` logits are computed, and nothing is made of them. A stage that
+        `passes_on` hidden states computes no logits."""
         self.model = model
         self._adapters = adapters
         self.kv = kv
@@ -47,6 +49,7 @@ class ModelRunner:
         self._sampler = Sampler(backend, logprobs_mode) if draws else IdleSampler()
         self._graphs: DecodeGraphs | None = None
         self._texts: TextGraphs | None = None
+        self._passes_on = passes_on
         self._read: LogitsReader | PooledReader
         if isinstance(model, PoolingModel):
             self._read = read = PooledReader(model.pooler)
@@ -65,6 +68,9 @@ class ModelRunner:
         self._check_adapters(sequences)
         with self._workspace:
             if self._graphs is not None and self._graphs.can_replay(sequences):
+                if self._passes_on:
+                    self._graphs.advance(sequences)
+                    return StepResult(())
                 return self._sampler.sample(self._graphs.logits(sequences), sequences)
             return self._call(sequences)
 
@@ -82,7 +88,7 @@ class ModelRunner:
             return self._texts.run(sequences)
         tensors = build_tensors(sequences, self.block_size)
         hidden = self.model(tensors, self.kv)  # [num_tokens, hidden]
-        return self._read(hidden, tensors, sequences)
+        return StepResult(()) if self._passes_on else self._read(hidden, tensors, sequences)
 
 
 class LogitsReader:

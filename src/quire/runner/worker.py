@@ -18,13 +18,17 @@ from quire.models.adapters.peft import read_adapter
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.base import CausalLM, PoolingModel
 from quire.models.decoder.model import Decoder
+from quire.models.decoder.stages import StageStates
 from quire.models.heads.head import DraftHead
-from quire.models.weights.loader import load_model, load_servable
+from quire.models.weights.loader import load_model, load_servable, whole_model
 from quire.runner.cache_engine import CacheEngine
 from quire.runner.draft_runner import Announce, DraftRunner, Passes
 from quire.runner.head_runner import HeadRunner
 from quire.runner.model_runner import ModelRunner
 from quire.runner.pooling import pooler_info
+
+States = Sequence[bytes | memoryview]
+"""What one stage of layers gives to the next one: the bytes of each tensor of a Boundary."""
 
 
 class Worker:
@@ -48,7 +52,13 @@ class Worker:
         with self._threads:
             loaded = load_servable(model, ranks)
         self._model, self._ranks = loaded, ranks
+        self._adapted = loaded if lora is None or model.layers is None else whole_model(model)
+        """What adapters must fit: all layers, of which a stage has some."""
         self._adapters = None if lora is None else AdapterSlots(loaded, lora)
+        self._states: StageStates | None = None
+        if model.layers is not None:
+            assert isinstance(loaded, Decoder)
+            self._states = StageStates(loaded, kv_cache.max_chunk or model.max_model_len)
         self.pooler: PoolerInfo | None = None
         """What the model can make of texts; None if it generates."""
         if isinstance(loaded, PoolingModel):
@@ -63,6 +73,7 @@ class Worker:
             self._adapters,
             backend,
             draws=ranks is None or ranks.shard.rank == 0,
+            passes_on=self._states is not None and self._states.passes_on,
         )
         self._drafts = None if draft is None else self._draft_runner(model, draft, backend)
 
@@ -102,21 +113,30 @@ class Worker:
             backend=backend,
         )
 
-    def execute(self, batch: Batch) -> StepResult:
-        """Move blocks, run the model, draw tokens, draft."""
+    def execute(self, batch: Batch, states: States = ()) -> StepResult:
+        """Move blocks, run the model, draw tokens, draft. A stage that is not the first gets the `states` of the one
+        before; one that is not the last draws nothing."""
         with self._threads:
-            self.cache_engine.transfer(batch.transfers)
-            self.cache_engine.copy_slots(batch.copies)
+            self._begin(batch, states)
             fault_point("step.run")
             result = self.runner.run(batch)
             return result if self._drafts is None else self._drafts.run(batch.sequences, result)
 
-    def follow(self, batch: Batch) -> None:
+    def follow(self, batch: Batch, states: States = ()) -> None:
         """As `execute`, in a rank that draws no tokens."""
         with self._threads:
-            self.cache_engine.transfer(batch.transfers)
-            self.cache_engine.copy_slots(batch.copies)
+            self._begin(batch, states)
             self.runner.run(batch)
+
+    def _begin(self, batch: Batch, states: States) -> None:
+        self.cache_engine.transfer(batch.transfers)
+        self.cache_engine.copy_slots(batch.copies)
+        if self._states is not None:
+            self._states.put(states, batch.num_tokens)
+
+    def states(self) -> States:
+        """What the next stage needs of the latest step, valid until the next one."""
+        return () if self._states is None else self._states.take()
 
     def lead_drafts(self, announce: Announce) -> None:
         """From now on `announce` is called before each pass of what drafts, so that other ranks can follow it."""
@@ -133,7 +153,7 @@ class Worker:
         """Read the adapter in `folder` and put it into a slot; as it was if this raises."""
         adapters = self._slots()
         with self._threads:
-            adapter = read_adapter(folder, self._model, adapters.max_rank)
+            adapter = read_adapter(folder, self._adapted, adapters.max_rank)
             if digest not in (None, adapter.digest):
                 raise CheckpointError(f"{folder} has changed since the adapter was added: add it again")
             adapters.load(slot, adapter)

@@ -25,7 +25,7 @@ def replica_args(args: EngineArgs) -> list[EngineArgs]:
     quota = cpu_quota()
     cpus = neighbours_first(os.sched_getaffinity(0) if args.cpu_list is None else parse_cpu_list(args.cpu_list))
     most = len(cpus) if quota is None or args.cpu_list is not None else min(len(cpus), max(1, int(quota)))
-    num_ranks = args.tensor_parallel_size
+    num_ranks = args.tensor_parallel_size * args.pipeline_parallel_size
     num_threads = num_ranks * (args.num_threads or most // (number * num_ranks))
     if num_threads * number > most or num_threads < 1:
         num_threads = max(num_threads, num_ranks)

@@ -19,7 +19,7 @@ from quire.kernels.backends.reference_backend import TorchThreads
 from quire.models.adapters.adapter import Adapter, AdapterInfo, AdapterModule, adapter_bytes, projections
 from quire.models.adapters.peft_config import PeftConfig
 from quire.models.base import Model
-from quire.models.weights.loader import build_model, open_weights, reading
+from quire.models.weights.loader import reading, whole_model
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -65,7 +65,7 @@ def read_adapter(folder: Path, model: Model, max_rank: int) -> Adapter:
 
 def inspect_adapter(folder: Path, config: ModelConfig, max_rank: int) -> AdapterInfo:
     """What `read_adapter` finds out and checks, for a process that has no model. Raises the same errors."""
-    model = build_model(dataclasses.replace(config, max_model_len=1), open_weights(config))
+    model = whole_model(config)
     adapter = read_adapter(folder, model, max_rank)
     return AdapterInfo(adapter.digest, adapter.num_bytes, adapter.rank, adapter.base_model_name)
 

@@ -22,7 +22,7 @@ class AdapterSlots:
     """
 
     def __init__(self, model: Model, config: LoRAConfig) -> None:
-        self.max_rank = config.max_lora_rank
+        self._model, self.max_rank = model, config.max_lora_rank
         self._num_slots = config.max_loras
         self._loaded: set[int] = set()
         self._tables: list[tuple[kernels.LoRATable, Linear, list[str]]] = []
@@ -46,7 +46,8 @@ class AdapterSlots:
 
     def _pack(self, adapter: Adapter) -> list[kernels.LoRAWeight | None]:
         """Its part of each layer, all in one piece of memory: in huge pages, which are read a sixth faster."""
-        (memory,) = kernels.backend_for("cpu").zeroed_blocks(1, adapter.num_bytes)
+        ranks = {name: len(module.a) for name, module in adapter.modules.items()}
+        (memory,) = kernels.backend_for("cpu").zeroed_blocks(1, adapter_bytes(self._model, ranks))
         packed, used = [], 0
         for _, layer, names in self._tables:
             weight = pack(layer, [adapter.modules.get(name) for name in names], memory[used:])

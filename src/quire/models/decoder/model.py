@@ -1,6 +1,7 @@
 """The decoder: one class, which a family describes from its config."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -27,8 +28,32 @@ from quire.models.layers.norm import NormShape, make_norm
 from quire.models.layers.rotary import RopeShape, shared_rotary
 from quire.models.weights.stacked import STACKS, Stack
 
+Enter = Callable[[BatchTensors], tuple[Tensor | None, Tensor]]
+"""What the first layer gets: x, or None, and residual."""
+Leave = Callable[[Tensor | None, Tensor, BatchTensors], Tensor]
+"""From what the last layer returns to hidden states."""
 Step = Callable[[Tensor, BatchTensors], Tensor]
 """From [num_tokens, one width] to [num_tokens, the same or another width]. It may write to what it gets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """What crosses from one stage's layers to the next one's: for each token, rows of so many tensors."""
+
+    num_tensors: int
+    """2 (residual and x), 1 where x is None, 0 at the ends of the model."""
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token, in all tensors."""
+        return self.num_tensors * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one token, in one tensor."""
+        return self.width * self.dtype.itemsize
 
 
 class Decoder(CausalLM):
@@ -75,7 +100,12 @@ class Decoder(CausalLM):
             made = self._make_layer(config, layer, shape, has_x)
             has_x = made.returns_x
             self.layers.append(made)
-        self._passes: list[Callable[..., Any]] = list(self.layers)
+        self.passes: list[Callable[..., Any]] = list(self.layers)
+        """What `forward` calls of each layer."""
+        self.enter: Enter = self._embed
+        self.leave: Leave = self._finish
+        self.boundaries = Boundary(0, shape.hidden_size, shape.dtype), Boundary(0, shape.hidden_size, shape.dtype)
+        """What comes from the stage before and goes to the next one: nothing, unless this is a stage (stages.py)."""
         self.norm = None if shape.final_norm is None else make_norm(shape.hidden_size, shape.final_norm)
         self._sum = summing(self.norm, has_x=has_x)
         self._after: list[Step] = []
@@ -180,12 +210,18 @@ class Decoder(CausalLM):
         return cls.shape(config).is_tied
 
     def forward(self, batch: BatchTensors, kv: Sequence[LayerCache]) -> Tensor:
+        x, residual = self.enter(batch)
+        for layer, layer_kv in zip(self.passes, kv, strict=True):
+            x, residual = layer(x, residual, batch, layer_kv)
+        return self.leave(x, residual, batch)
+
+    def _embed(self, batch: BatchTensors) -> tuple[Tensor | None, Tensor]:
         residual = self.embed(batch)  # [num_tokens, embed_width]
         for step in self._before:
             residual = step(residual, batch)  # at last [num_tokens, hidden]
-        x: Tensor | None = None
-        for layer, layer_kv in zip(self._passes, kv, strict=True):
-            x, residual = layer(x, residual, batch, layer_kv)
+        return None, residual
+
+    def _finish(self, x: Tensor | None, residual: Tensor, batch: BatchTensors) -> Tensor:
         hidden: Tensor = self._sum(x, residual)
         for step in self._after:
             hidden = step(hidden, batch)
@@ -201,7 +237,7 @@ class Decoder(CausalLM):
                 self._after.append(watch.keep)
             else:
                 watch = Watch(self._widths[0], self._dtype, num_tokens)
-                self._passes[place] = partial(watch.run, self._passes[place])
+                self.passes[place] = partial(watch.run, self.passes[place])
             watched.append(watch.rows)
         return watched
 

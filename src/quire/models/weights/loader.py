@@ -20,6 +20,7 @@ from quire.config.model import ModelConfig
 from quire.config.quantization import QUANT_METHOD, QUANTIZATIONS
 from quire.models.base import CausalLM, Model, PoolingModel
 from quire.models.decoder.splitting import split
+from quire.models.decoder.stages import keep_layers
 from quire.models.layers.linear import Projection
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 from quire.models.registry import class_of
@@ -84,7 +85,8 @@ class LayerLoader:
         self.layers: dict[WeightedLayer, list[Assignment]] = {}
         """What each layer wants."""
         wanted = assignments(model)
-        _check(config, checkpoint, self.names, wanted)
+        of_all = wanted if config.layers is None else assignments(whole_model(config, checkpoint))
+        _check(config, checkpoint, self.names, of_all)
         _check_copies(model, config, checkpoint, self.names)
         for assignment in wanted:
             self.layers.setdefault(assignment.layer, []).append(assignment)
@@ -135,9 +137,17 @@ def build_model(config: ModelConfig, checkpoint: Checkpoint, ranks: kernels.Rank
     """The model without weights; its layers know in which formats they will want them, and which part of them."""
     model = class_of(config)(config)
     choose_formats(model, config, checkpoint)
+    if config.layers is not None:
+        keep_layers(model, config.layers)
     if ranks is not None:
         split(model, ranks)
     return model
+
+
+def whole_model(config: ModelConfig, checkpoint: Checkpoint | None = None) -> Model:
+    """All layers of the model, also if the config is a stage's, to look at: without weights."""
+    config = dataclasses.replace(config, max_model_len=1, layers=None)
+    return build_model(config, checkpoint or open_weights(config))
 
 
 def weight_bytes(config: ModelConfig) -> int:

@@ -1,16 +1,20 @@
 """What a model's weights take: memory, and what stays in a file of which a token reads some."""
 
 import dataclasses
+import re
 from dataclasses import dataclass
 
 from quire import kernels
 from quire.config.model import ModelConfig
-from quire.models.layers.embedding import Embedding
+from quire.models.decoder.model import Decoder
+from quire.models.layers.embedding import Embedding, TiedLmHead
 from quire.models.layers.experts import Expert, ExpertProducts
 from quire.models.layers.linear import Projection
 from quire.models.layers.weight_format import Placement, SavedQuantized
 from quire.models.layers.weighted_layer import WeightedLayer
-from quire.models.weights.loader import assignments, build_model, open_weights
+from quire.models.weights.loader import assignments, build_model, open_weights, whole_model
+
+_LAYER = re.compile(r"layers\.([0-9]+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,21 @@ def weight_use(config: ModelConfig, ranks: kernels.Ranks | None = None) -> Weigh
         token_file_bytes += sum(sizes[: mixture.top_k])
     token_file_bytes = min(token_file_bytes, file_bytes) if expert_bytes else file_bytes
     return WeightUse(num_bytes, expert_bytes, file_bytes, token_file_bytes)
+
+
+def layer_bytes(config: ModelConfig) -> list[int]:
+    """The bytes of each layer of a decoder, with those of the head in the last one: what a step reads of the weights.
+    Reads headers, no weights."""
+    model = whole_model(config)
+    assert isinstance(model, Decoder)
+    sizes = [0] * len(model.layers)
+    head = "embed_tokens." if isinstance(model.lm_head, TiedLmHead) else "lm_head."
+    for assignment in assignments(model):
+        if match := _LAYER.match(assignment.target):
+            sizes[int(match[1])] += assignment.spec.num_bytes
+        elif assignment.target.startswith(head):
+            sizes[-1] += assignment.spec.num_bytes
+    return sizes
 
 
 def _stays_in_file(layer: WeightedLayer, name: str) -> bool:

@@ -15,7 +15,7 @@ from quire.runner.parallel.configs import to_bytes
 from quire.runner.parallel.links import PATIENCE_S, ChildProcess, Launch, Links
 from quire.runner.parallel.messages import DraftPass, LoadAdapter, Restart, Start, Step, UnloadAdapter
 from quire.runner.parallel.placing import rank_threads
-from quire.runner.worker import make_worker
+from quire.runner.worker import States, make_worker
 
 _SLOT_BYTES = 512 * 1024
 """Of what a rank shows the others at once: few enough for the caches that ranks share."""
@@ -53,14 +53,18 @@ class RanksExecutor:
             self.close()
             raise
 
-    def execute(self, batch: Batch) -> StepResult:
-        """As Executor."""
-        self._links.send(Step(encode(batch)))
+    def execute(self, batch: Batch, states: States = ()) -> StepResult:
+        """As Worker."""
+        self._links.send(Step(encode(batch), tuple(map(memoryview, states))))
         try:
-            return self._worker.execute(batch)
+            return self._worker.execute(batch, states)
         except BaseException:
             self._begin_anew()
             raise
+
+    def states(self) -> States:
+        """As Worker: all ranks have the same."""
+        return self._worker.states()
 
     def _send_pass(self, sequences: tuple[ScheduledSequence, ...], rows: list[int], is_first: bool) -> None:
         self._links.send(DraftPass(encode(Batch(0, sequences)), rows, is_first))

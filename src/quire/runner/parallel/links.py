@@ -36,18 +36,23 @@ Launch = Callable[[socket.socket, int, int], RankProcess]
 """Starts a rank with its end of the socket, the descriptor of the shared memory, and one that is closed at its end."""
 
 
+def start_child(module: str, arguments: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Run a module in a child process that inherits these descriptors."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *arguments],
+        stdin=subprocess.DEVNULL,
+        pass_fds=descriptors,
+        env=dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
+        start_new_session=True,  # Ctrl-C in a terminal reaches rank 0 alone
+    )
+
+
 class ChildProcess:
     """A rank in a child process."""
 
     def __init__(self, sock: socket.socket, memory: int, lifeline: int) -> None:
-        kept = [sock.fileno(), memory, lifeline]
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "quire.runner.parallel.rank_process", *map(str, kept[:2])],
-            stdin=subprocess.DEVNULL,
-            pass_fds=kept,
-            env=dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
-            start_new_session=True,  # Ctrl-C in a terminal reaches rank 0 alone
-        )
+        given = [str(sock.fileno()), str(memory)]
+        self._process = start_child("quire.runner.parallel.rank_process", given, [sock.fileno(), memory, lifeline])
 
     def end(self) -> str:
         """As RankProcess."""

@@ -10,6 +10,7 @@ import msgspec
 
 _LENGTH = struct.Struct("<Q")
 MAX_FRAME_BYTES = 2**31
+_READ_AHEAD_BYTES = 65536
 
 
 class Message(msgspec.Struct, tag=True):
@@ -31,6 +32,8 @@ class Step(Message):
 
     batch: bytes
     """As `quire.common.batch.encode` writes it."""
+    states: tuple[memoryview, ...] = ()
+    """What the stage before gives for it."""
 
 
 class DraftPass(Message):
@@ -85,8 +88,12 @@ _Sent = TypeVar("_Sent")
 class Connection:
     """A socket, and the messages that are read from it."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(
+        self, sock: socket.socket, max_frame_bytes: int = MAX_FRAME_BYTES, *, reads_ahead: bool = True
+    ) -> None:
+        """Without `reads_ahead`, nothing behind a message is read before the next one is asked for."""
         self.socket = sock
+        self._max_frame_bytes, self._least_bytes = max_frame_bytes, _READ_AHEAD_BYTES if reads_ahead else 0
         self._buffer = bytearray()
 
     def send(self, message: Message) -> None:
@@ -99,16 +106,21 @@ class Connection:
 
     def receive(self, kind: msgspec.msgpack.Decoder[_Sent]) -> _Sent | None:
         """The next message; None at the end. Raises ValueError for anything but a message of this kind."""
+        frame = self.receive_frame()
+        return None if frame is None else kind.decode(memoryview(frame)[_LENGTH.size :])
+
+    def receive_frame(self) -> bytes | None:
+        """The next message as `to_frame` made it; None at the end. Raises ValueError if it is too long."""
         if not self._fill(_LENGTH.size):
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
-        if length > MAX_FRAME_BYTES:
-            raise ValueError(f"a frame of {length} bytes")
+        if length > self._max_frame_bytes:
+            raise ValueError(f"a frame of {length} bytes, of at most {self._max_frame_bytes}")
         end = _LENGTH.size + length
         if not self._fill(end):
             return None
-        data, self._buffer = self._buffer[_LENGTH.size : end], self._buffer[end:]
-        return kind.decode(data)
+        frame, self._buffer = bytes(self._buffer[:end]), self._buffer[end:]
+        return frame
 
     def is_readable(self, timeout_s: float) -> bool:
         """Wait for a message at most this long. Returns whether one is there, or a part of it, or the end."""
@@ -116,7 +128,7 @@ class Connection:
 
     def _fill(self, num_bytes: int) -> bool:
         while len(self._buffer) < num_bytes:
-            data = self.socket.recv(max(65536, num_bytes - len(self._buffer)))
+            data = self.socket.recv(max(self._least_bytes, num_bytes - len(self._buffer)))
             if not data:
                 return False
             self._buffer += data

@@ -25,7 +25,8 @@ def check_ranks(config: EngineConfig) -> None:
     for what, is_given in unsupported.items():
         if is_given:
             raise ConfigError(f"tensor_parallel_size={num_ranks}: {what} run in one process each; leave it at 1")
-    rank_threads(config.parallel, Shard(0, num_ranks))
+    if config.parallel.pipeline_parallel_size == 1 or config.parallel.nodes is not None:  # or else stages share CPUs
+        rank_threads(replace(config.parallel, pipeline_parallel_size=1), Shard(0, num_ranks))
 
 
 def rank_threads(parallel: ParallelConfig, shard: Shard) -> ParallelConfig:
@@ -35,9 +36,13 @@ def rank_threads(parallel: ParallelConfig, shard: Shard) -> ParallelConfig:
     quota = None if parallel.cpus else cpu_quota(Path("/"))
     most = len(cpus) if quota is None else min(len(cpus), max(1, int(quota)))
     if parallel.num_threads is None and most < shard.num_ranks:
+        stages = parallel.pipeline_parallel_size
+        given = f"tensor_parallel_size={shard.num_ranks // stages}"
+        if stages > 1:
+            given += f" and pipeline_parallel_size={stages}, together {shard.num_ranks}"
         raise ConfigError(
-            f"tensor_parallel_size={shard.num_ranks} ranks need a CPU each, and {most} are available: lower it, or let "
-            "ranks share CPUs with num_threads=1"
+            f"{given} ranks need a CPU each, and {most} are available: lower it, or let ranks share CPUs with "
+            "num_threads=1"
         )
     counts = [parallel.num_threads] * shard.num_ranks if parallel.num_threads else shares(most, shard.num_ranks)
     start, end = shard.range_of(counts)

@@ -124,7 +124,7 @@ class Rank:
         fault_point("rank.step")
         batch = decode(message.batch, Batch)
         if isinstance(message, Step):
-            self._worker.follow(batch)
+            self._worker.follow(batch, message.states)
         else:
             self._worker.follow_draft(batch.sequences, message.rows, is_first=message.is_first)
 

@@ -1,0 +1,282 @@
+"""The stages before the engine's own, as its process has them: started, watched, relayed, ended."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import Empty, SimpleQueue
+
+from quire.common import liveness
+from quire.common.errors import EngineBrokenError
+from quire.common.log import logger
+from quire.models.decoder.model import Boundary
+from quire.runner.parallel.links import PATIENCE_S, ChildProcess, RankProcess, start_child
+from quire.runner.parallel.messages import Connection, Done, Failed, Message, to_frame
+from quire.runner.parallel.pipeline.messages import FROM_STAGE, Beat, StageReady, States, StepFailed
+
+SILENCE_S = 10.0
+"""How long nothing may come from a stage that has loaded. It sends a Beat every second, also while it computes."""
+_TICK_S = 0.1
+_OTHER_BYTES = 1024**2
+"""Of a frame, beside the states in it."""
+
+Launch = Callable[[socket.socket], RankProcess]
+"""Starts a stage with its end of the socket."""
+
+
+class StageProcess(ChildProcess):
+    """A stage in a child process."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        descriptor = sock.fileno()
+        self._process = start_child("quire.runner.parallel.pipeline.stage_process", [str(descriptor)], [descriptor])
+
+
+class DistantStage:
+    """A stage on another machine, which has joined."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._address = sock.getpeername()[0]
+
+    def end(self) -> str:
+        """As RankProcess."""
+        return f"on the machine {self._address} has ended, or cannot be reached"
+
+
+class StageLink:
+    """A stage. A thread starts it, since it ends with the thread that started it, and reads what it sends: answers are
+    kept for `answer`, and what it has computed is passed on."""
+
+    def __init__(self, number: int, source: Launch | socket.socket, boundary: Boundary, max_rows: int) -> None:
+        """`source` starts it, or is the connection to one that has been started. `boundary` is what it gives to the
+        next stage, for at most `max_rows` tokens of a step."""
+        self.number = number
+        self.num_progress = 0
+        """Beats with which it has computed, and what it has sent besides."""
+        self.pass_on: Callable[[bytes, States | StepFailed], None]
+        """Gets the frame and the message of what the next stage needs."""
+        self.when_lost: Callable[[str], None]
+        self._boundary, self._max_rows = boundary, max_rows
+        self._answers = SimpleQueue[StageReady | Done | Failed]()
+        self._sending = threading.Lock()
+        self._is_loaded = self._is_closing = False
+        start: Callable[[], RankProcess]
+        if isinstance(source, socket.socket):
+            ours, start = source, partial(DistantStage, source)
+        else:
+            ours, its = socket.socketpair()
+            start = partial(_launched, source, its)
+        ours.settimeout(PATIENCE_S)
+        self._connection = Connection(ours)
+        self._reading = Connection(ours.dup(), max_rows * boundary.token_bytes + _OTHER_BYTES)
+        """The same socket: a stage may take longer to read while it computes than it may be silent."""
+        self._thread = threading.Thread(target=self._run, args=(start,), name=f"stage {number}", daemon=True)
+
+    def start(self) -> None:
+        """Start the stage. `when_lost` is called if that fails, too."""
+        self._thread.start()
+
+    def _run(self, start: Callable[[], RankProcess]) -> None:
+        process, ended = None, ""
+        try:
+            process = start()
+            ended = self._read()
+        except (OSError, ValueError) as error:  # of starting it, or of what it sends
+            ended = f"sends nonsense: {error}" if process else f"could not be started: {error}"
+        self._shut_down()
+        how = process.end() if process else ""
+        if not self._is_closing:
+            self.when_lost(f"stage {self.number} {ended or how}")
+
+    def _read(self) -> str:
+        """Read what it sends until its end. Returns why nothing more is read, if the stage has not ended."""
+        while self._reading.is_readable(limit_s := SILENCE_S if self._is_loaded else PATIENCE_S):
+            self._reading.socket.settimeout(limit_s)
+            try:
+                frame = self._reading.receive_frame()
+            except TimeoutError:
+                break
+            except OSError:
+                frame = None
+            if frame is None:
+                return ""
+            message = FROM_STAGE.decode(memoryview(frame)[8:])
+            self.num_progress += not isinstance(message, Beat) or message.has_computed
+            match message:
+                case Beat():
+                    pass
+                case States():
+                    self._check(message)
+                    self.pass_on(frame, message)
+                case StepFailed():
+                    self.pass_on(frame, message)
+                case _:
+                    self._is_loaded = True
+                    self._answers.put(message)
+        return f"was silent for {limit_s:g} s"
+
+    def _check(self, states: States) -> None:
+        sizes = [len(each) for each in states.tensors]
+        wanted = [states.num_rows * self._boundary.row_bytes] * self._boundary.num_tensors
+        dtype = str(self._boundary.dtype).removeprefix("torch.")
+        if not 0 <= states.num_rows <= self._max_rows or sizes != wanted or states.dtype != dtype:
+            raise ValueError(
+                f"{states.num_rows} rows of {states.dtype} in {sizes} bytes, where at most {self._max_rows} of {dtype} "
+                f"in {wanted} bytes can come"
+            )
+
+    def send(self, frame: bytes) -> None:
+        """Send what `to_frame` made. Raises OSError if the stage has ended."""
+        with self._sending:
+            self._connection.send_frame(frame)
+
+    def answer(self, timeout_s: float) -> StageReady | Done | Failed:
+        """The next answer. Raises Empty if none comes in time."""
+        return self._answers.get(timeout=timeout_s)
+
+    def begin_to_close(self) -> None:
+        """Let nothing that this stage sends or should read keep another thread waiting."""
+        self._is_closing = True
+        self._shut_down()
+
+    def _shut_down(self) -> None:
+        """Let both ends read the end."""
+        try:
+            self._connection.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:  # the other end has closed it
+            logger.debug("stage %d has closed its socket", self.number)
+
+    def close(self) -> None:
+        """End the stage, and wait for its end."""
+        self.begin_to_close()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._connection.close()
+        self._reading.close()
+
+
+def _launched(launch: Launch, its: socket.socket) -> RankProcess:
+    with its:
+        return launch(its)
+
+
+class StageLinks:
+    """All stages before the engine's own."""
+
+    def __init__(
+        self, boundaries: Sequence[Boundary], max_rows: int, sources: Sequence[Launch | socket.socket]
+    ) -> None:
+        """Starts them. `boundaries`: what each gives to the next one."""
+        self.lost: str | None = None
+        """What has become of a stage that has ended by itself."""
+        self._is_closed = False
+        self._arrived = SimpleQueue[States | StepFailed | None]()
+        self._links = [
+            StageLink(number, source, boundary, max_rows)
+            for number, (boundary, source) in enumerate(zip(boundaries, sources, strict=True))
+        ]
+        for link, following in zip(self._links, [*self._links[1:], None], strict=True):
+            link.pass_on = self._arrive if following is None else self._relay(following)
+            link.when_lost = self._report
+        for link in self._links:
+            link.start()
+
+    @staticmethod
+    def _relay(following: StageLink) -> Callable[[bytes, States | StepFailed], None]:
+        def pass_on(frame: bytes, message: States | StepFailed) -> None:
+            try:
+                following.send(frame)
+            except OSError:  # its own thread reports that it has ended
+                logger.debug("stage %d cannot be reached", following.number)
+
+        return pass_on
+
+    def _arrive(self, frame: bytes, message: States | StepFailed) -> None:
+        self._arrived.put(message)
+
+    def _report(self, what: str) -> None:
+        if self.lost is not None or self._is_closed:
+            return
+        self.lost = what
+        logger.error("%s; without it this engine cannot go on", what)
+        self._arrived.put(None)
+        if liveness.on_loss is not None:
+            liveness.on_loss()
+
+    def send(self, message: Message) -> None:
+        """Send a message to all. Raises EngineBrokenError if one has ended."""
+        frame = to_frame(message)
+        self.send_each([frame] * len(self._links))
+
+    def send_each(self, frames: Sequence[bytes]) -> None:
+        """Send each stage its own: the last one first, so that none gets the states of a step that it does not know."""
+        for link, frame in reversed(list(zip(self._links, frames, strict=True))):
+            self.check()
+            try:
+                link.send(frame)
+            except OSError as error:
+                raise EngineBrokenError(self.lost or f"stage {link.number} cannot be reached: {error}") from error
+
+    def wait(self) -> list[StageReady | Failed]:
+        """Wait until all have answered. Returns what they were asked for, or what has failed before they were done.
+
+        Raises EngineBrokenError if a stage ends, or makes no progress for PATIENCE_S.
+        """
+        return [answer for link in self._links for answer in self._answers_of(link)]
+
+    def _answers_of(self, link: StageLink) -> list[StageReady | Failed]:
+        answers, patience = list[StageReady | Failed](), self._patience()
+        while True:
+            try:
+                answer = link.answer(_TICK_S)
+            except Empty:
+                self.check()
+                patience()
+                continue
+            if isinstance(answer, Done):
+                return answers
+            answers.append(answer)
+
+    def states(self, number: int) -> States | StepFailed:
+        """Wait for what the stages have computed in the step of this number; that of earlier ones is dropped. Raises
+        EngineBrokenError as `wait`."""
+        patience = self._patience()
+        while True:
+            self.check()
+            try:
+                message = self._arrived.get(timeout=_TICK_S)
+            except Empty:
+                patience()
+                continue
+            if message is not None and message.number == number:
+                return message
+
+    def _patience(self) -> Callable[[], None]:
+        """What is called now and then while this process waits. It raises EngineBrokenError after PATIENCE_S without
+        progress of any stage, and lets progress of theirs count as progress of this process."""
+        known, since_s = [link.num_progress for link in self._links], time.monotonic()
+
+        def check() -> None:
+            nonlocal known, since_s
+            now = [link.num_progress for link in self._links]
+            if now != known:
+                known, since_s = now, time.monotonic()
+                liveness.num_kernel_events += 2
+            elif time.monotonic() - since_s > PATIENCE_S:
+                raise EngineBrokenError(f"the stages made no progress for {PATIENCE_S:g} s")
+
+        return check
+
+    def check(self) -> None:
+        """Raise EngineBrokenError if a stage has ended."""
+        if self.lost is not None:
+            raise EngineBrokenError(self.lost)
+
+    def close(self) -> None:
+        """End all stages, and wait for their end."""
+        self._is_closed = True
+        for link in self._links:
+            link.begin_to_close()
+        for link in self._links:
+            link.close()

@@ -1,0 +1,185 @@
+"""A stage before the engine's own: computes its layers, and gives what it has computed to the next stage.
+
+Started as `python -m quire.runner.parallel.pipeline.stage_process SOCKET [OWN]`, with a descriptor, and on a machine
+that has joined another one with what it decides by itself. It ends when the engine's process closes the socket, or ends
+itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.common import liveness
+from quire.common.batch import Batch, decode
+from quire.common.errors import QuireError
+from quire.common.faults import fault_point
+from quire.common.log import logger
+from quire.config.args import EngineConfig
+from quire.config.kv_cache import KVCacheConfig
+from quire.runner.parallel.configs import from_bytes
+from quire.runner.parallel.messages import Connection, Done, Failed, LoadAdapter, Message, UnloadAdapter
+from quire.runner.parallel.pipeline.messages import (
+    TO_STAGE,
+    Beat,
+    StageReady,
+    StageStart,
+    StageStep,
+    States,
+    StepFailed,
+    ToStage,
+)
+from quire.runner.parallel.pipeline.node import Own, on_this_machine
+
+if TYPE_CHECKING:
+    from quire.runner.parallel.pipeline.executor import StageExecutor
+
+_BEAT_S = 1.0
+_MIN_CPU_S = 0.01
+"""Processor time between two beats: a process that has used less is waiting for something."""
+
+
+class _Sender:
+    """The socket, to which two threads send."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._lock = connection, threading.Lock()
+
+    def send(self, message: Message) -> None:
+        with self._lock:
+            self._connection.send(message)
+
+
+def serve(sock: socket.socket, own: Own | None = None, *, pins: bool = True) -> None:
+    """Compute until the engine's process closes the socket, with the config that it sends, or the parts of it that are
+    this machine's `own`. `pins`: whether this process may be bound to the stage's CPUs."""
+    connection = Connection(sock)
+    sender, has_ended = _Sender(connection), threading.Event()
+    start = connection.receive(TO_STAGE)
+    if not isinstance(start, StageStart):
+        return
+    config, kv_cache = from_bytes(start.share)
+    assert isinstance(config, EngineConfig)
+    assert isinstance(kv_cache, KVCacheConfig)
+    cpus = config.parallel.cpus if own is None else own.cpus
+    if pins and cpus:
+        os.sched_setaffinity(0, cpus)  # before torch starts threads
+    threading.Thread(target=_beat, args=(sender, has_ended), daemon=True).start()
+    try:
+        _compute(start.number, (config, kv_cache, own), connection, sender)
+    finally:
+        has_ended.set()
+
+
+def _compute(
+    number: int, share: tuple[EngineConfig, KVCacheConfig, Own | None], connection: Connection, sender: _Sender
+) -> None:
+    from quire import kernels
+    from quire.runner.executor import make_stage
+
+    config, kv_cache, own = share
+    try:
+        if own is not None:
+            config = on_this_machine(config, kv_cache, own)
+        executor = make_stage(config, kv_cache)
+    except Exception as error:
+        _log(error)
+        sender.send(Failed(type(error).__name__, str(error)))
+        sender.send(Done())
+        connection.receive(TO_STAGE)  # the engine's process closes the socket
+        return
+    try:
+        sender.send(StageReady(kernels.isa()))
+        sender.send(Done())
+        stage = Stage(number, executor, sender, config.model.dtype)
+        while (message := connection.receive(TO_STAGE)) is not None:
+            stage.handle(message)
+    finally:
+        executor.close()
+
+
+def _beat(sender: _Sender, has_ended: threading.Event) -> None:
+    """Show once a second that this process lives, and whether it has used its CPU."""
+    used_s = time.process_time()
+    while not has_ended.wait(_BEAT_S):
+        before_s, used_s = used_s, time.process_time()
+        try:
+            sender.send(Beat(used_s - before_s > _MIN_CPU_S))
+        except OSError:  # the engine's process has ended
+            return
+
+
+class Stage:
+    """Does what the messages say."""
+
+    def __init__(self, number: int, executor: StageExecutor, sender: _Sender, dtype: str) -> None:
+        self._is_first, self._executor, self._sender, self._dtype = number == 0, executor, sender, dtype
+        self._waiting: dict[int, Batch] = {}  # steps whose states have not come yet
+
+    def handle(self, message: ToStage) -> None:
+        """Compute, or answer. A step has one outcome, which is sent: States, or StepFailed."""
+        match message:
+            case StageStep(number=number):
+                self._waiting[number] = decode(message.batch, Batch)
+                if self._is_first:
+                    self._step(States(number, 0, "", []))
+            case States():
+                self._step(message)
+            case StepFailed(number=number):
+                del self._waiting[number]
+                self._sender.send(message)
+            case LoadAdapter() | UnloadAdapter():
+                self._answer(message)
+            case StageStart():
+                raise ValueError("a stage starts once")
+
+    def _step(self, given: States) -> None:
+        batch = self._waiting.pop(given.number)
+        try:
+            fault_point("stage.step")
+            self._executor.execute(batch, given.tensors)
+            tensors = [memoryview(each) for each in self._executor.states()]
+        except Exception as error:
+            _log(error)
+            self._sender.send(StepFailed(given.number, type(error).__name__, str(error)))
+            return
+        self._sender.send(States(given.number, batch.num_tokens, self._dtype, tensors))
+
+    def _answer(self, message: LoadAdapter | UnloadAdapter) -> None:
+        try:
+            if isinstance(message, LoadAdapter):
+                self._executor.load_adapter(message.slot, message.folder, message.digest)
+            else:
+                self._executor.unload_adapter(message.slot)
+        except Exception as error:
+            _log(error)
+            self._sender.send(Failed(type(error).__name__, str(error)))
+        self._sender.send(Done())
+
+
+def _log(error: Exception) -> None:
+    if not isinstance(error, QuireError):
+        logger.exception("a stage failed")
+
+
+def main(descriptor: int, own: Own | None) -> None:
+    """Serve the engine's process, whose socket has this file descriptor."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the engine's process handles them
+        signal.signal(number, signal.SIG_IGN)
+    liveness.end_with_parent()
+    sock = socket.socket(fileno=descriptor)
+    liveness.on_loss = lambda: sock.shutdown(socket.SHUT_RDWR)  # a rank of this stage has ended
+    with suppress(BrokenPipeError, ConnectionResetError, TimeoutError):  # the engine's process or the link has ended
+        serve(sock, own)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=Own) if len(sys.argv) > 2 else None)

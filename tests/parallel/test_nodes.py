@@ -1,0 +1,254 @@
+"""Several machines, as loopback addresses: who may join, what is refused in one line, and links that break."""
+
+import dataclasses
+import os
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, ConfigError, EngineArgs
+from quire.cli import main
+from quire.config.model import ModelConfig
+from quire.config.parallel import NodesConfig
+from quire.runner.parallel.messages import Connection, to_frame
+from quire.runner.parallel.pipeline import nodes
+from quire.runner.parallel.pipeline.node import run_node
+from quire.runner.parallel.pipeline.nodes import Hello, Welcome, admit, fingerprint, join
+
+HOST = f"127.{os.getpid() >> 14 & 255}.{os.getpid() >> 7 & 127}.{1 + (os.getpid() & 127)}"
+"""An address of this process alone, so that tests beside it can use the same port."""
+PORT = 29501
+WEIGHTS = "0123"
+
+
+def machine(rank: int, secret_file: Path | None = None, **given: Any) -> NodesConfig:
+    secret = None if secret_file is None else str(secret_file)
+    return dataclasses.replace(NodesConfig(2, rank, HOST, PORT, secret), **given)
+
+
+class InThread(threading.Thread):
+    """Calls a function, and keeps what it returns or raises."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._function = function
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._result = self._function()
+        except Exception as error:
+            self._result = error
+
+    def result(self) -> Any:
+        self.join(30)
+        return self._result
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    (tmp_path / "secret").write_text("swordfish\n")
+    return tmp_path / "secret"
+
+
+def test_machines_that_have_the_secret_join_and_it_does_not_cross_the_wire(
+    secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = list[bytes]()
+    send = Connection.send_frame
+    monkeypatch.setattr(Connection, "send_frame", lambda self, frame: (sent.append(frame), send(self, frame))[1])
+    three = {"nnodes": 3}
+    master = InThread(lambda: admit(machine(0, secret, **three), WEIGHTS))
+    socks = [join(machine(rank, secret, **three), WEIGHTS) for rank in (2, 1)]
+    accepted = master.result()
+    assert [sock.getpeername() for sock in accepted] == [sock.getsockname() for sock in reversed(socks)]
+    assert len(sent) == 6
+    assert not any(b"swordfish" in frame for frame in sent)
+    for sock in (*socks, *accepted):
+        sock.close()
+
+
+def test_what_follows_the_handshake_at_once_is_not_lost(secret: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_more(self: Connection, message: Any) -> None:
+        frame = to_frame(message)
+        self.send_frame(frame + b"more" if isinstance(message, Welcome) else frame)
+
+    monkeypatch.setattr(Connection, "send", with_more)
+    master = InThread(lambda: admit(machine(0, secret), WEIGHTS))
+    with join(machine(1, secret), WEIGHTS) as sock:
+        assert sock.recv(4) == b"more"
+    master.result()[0].close()
+
+
+@pytest.mark.parametrize(
+    ("given", "weights", "message"),
+    [
+        (
+            {"secret_file": os.devnull},
+            WEIGHTS,
+            "its secret is another one; give --master-secret-file or QUIRE_MASTER_SECRET",
+        ),
+        ({"nnodes": 3}, WEIGHTS, "it was started with nnodes=3, and machine 0 with 2"),
+        ({"node_rank": 2}, WEIGHTS, "node_rank=2 must be 1 to 1"),
+        ({}, "4567", "its weights, their quantization or the model's config.json differ from machine 0's"),
+    ],
+)
+def test_a_machine_that_differs_is_refused_and_the_next_one_joins(
+    given: dict[str, Any], weights: str, message: str, secret: Path
+) -> None:
+    master = InThread(lambda: admit(machine(0, secret), WEIGHTS))
+    with pytest.raises(ConfigError, match=f"machine 0 refuses this one: {message}") as refused:
+        join(dataclasses.replace(machine(1, secret), **given), weights)
+    assert "\n" not in str(refused.value)
+    with join(machine(1, secret), WEIGHTS), master.result()[0]:
+        pass
+
+
+def test_another_version_and_a_machine_that_joins_twice_are_refused(
+    secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    master = InThread(lambda: admit(machine(0, secret, nnodes=3), WEIGHTS))
+    first = join(machine(1, secret, nnodes=3), WEIGHTS)
+    with pytest.raises(ConfigError, match="node_rank=1 has joined already; give each machine a number of its own"):
+        join(machine(1, secret, nnodes=3), WEIGHTS)
+    real = Hello
+
+    def older(version: str, *given: Any) -> Hello:
+        return real("0.0.1", *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nodes, "Hello", older)
+        with pytest.raises(ConfigError, match=r"it runs quire 0\.0\.1, and machine 0 .*; install the same"):
+            join(machine(2, secret, nnodes=3), WEIGHTS)
+    with first, join(machine(2, secret, nnodes=3), WEIGHTS):
+        for sock in master.result():
+            sock.close()
+
+
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n\r\n", (2**40).to_bytes(8, "little"), b"", b"\5" + bytes(7) + b"abcde"]
+)
+def test_what_is_no_machine_of_this_engine_is_ignored(said: bytes, secret: Path) -> None:
+    master = InThread(lambda: admit(machine(0, secret), WEIGHTS))
+    while True:
+        with suppress(ConnectionRefusedError), socket.create_connection((HOST, PORT)) as stranger:
+            stranger.sendall(said)
+            break
+    with join(machine(1, secret), WEIGHTS), master.result()[0]:
+        pass
+
+
+@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.6\r\n", b""])
+def test_a_master_that_is_another_program_is_noticed(said: bytes, secret: Path) -> None:
+    with socket.create_server((HOST, PORT)) as server:
+
+        def answer() -> None:
+            sock, _ = server.accept()
+            with sock:
+                sock.sendall(said)
+
+        other = InThread(answer)
+        with pytest.raises(ConfigError, match="what answers there is no machine 0: "):
+            join(machine(1, secret), WEIGHTS)
+        other.result()
+
+
+def test_a_master_without_the_secret_is_noticed(secret: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hello, "proves", lambda *_: True)
+    master = InThread(lambda: admit(machine(0), WEIGHTS))
+    with pytest.raises(ConfigError, match="what answers there does not have the secret"):
+        join(machine(1, secret), WEIGHTS)
+    master.result()[0].close()
+
+
+def test_machines_that_are_not_there_are_named(secret: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "JOIN_S", 0.2)
+    with pytest.raises(ConfigError, match=rf"nnodes=2: machine\(s\) \[1\] have not joined at {HOST}:29501 for 0.2 s; "):
+        admit(machine(0, secret), WEIGHTS)
+    with pytest.raises(ConfigError, match=f"master_addr={HOST}:29501: no machine 0 answers there for 0.2 s"):
+        join(machine(1, secret), WEIGHTS)
+
+
+@pytest.mark.parametrize("call", [admit, join])
+def test_addresses_that_others_can_reach_need_a_secret(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUIRE_MASTER_SECRET", raising=False)
+    monkeypatch.setattr(nodes, "JOIN_S", 0.0)
+    with pytest.raises(ConfigError, match=r"master_addr=0\.0\.0\.0:29501: other machines can reach this address, so a"):
+        call(machine(1, host="0.0.0.0"), WEIGHTS)
+    monkeypatch.setenv("QUIRE_MASTER_SECRET", "swordfish")
+    with pytest.raises(ConfigError, match=r"have not joined|no machine 0 answers"):
+        call(machine(1, host="0.0.0.0", port=1), WEIGHTS)
+    with pytest.raises(ConfigError, match="master_secret_file='/nonexistent' cannot be read"):
+        call(machine(1, secret_file="/nonexistent"), WEIGHTS)
+    monkeypatch.delenv("QUIRE_MASTER_SECRET")
+    with pytest.raises(ConfigError, match="the host is unknown"):
+        call(machine(1, host="no.such.host.invalid"), WEIGHTS)
+
+
+def test_an_address_of_another_machine_cannot_be_listened_at(secret: Path) -> None:
+    with pytest.raises(ConfigError, match=r"master_addr=192\.0\.2\.1:29501: cannot listen there: "):
+        admit(machine(0, secret, host="192.0.2.1"), WEIGHTS)
+
+
+def test_fingerprints_tell_weights_and_configs_apart(llama: Path) -> None:
+    config = ModelConfig.resolve(llama)
+    known = {fingerprint(config)}
+    assert fingerprint(ModelConfig.resolve(llama)) in known
+    for changed in (
+        ModelConfig.resolve(llama, quantization="int8"),
+        ModelConfig.resolve(llama, dtype="bfloat16" if config.dtype == "float32" else "float32"),
+        ModelConfig.resolve(llama, hf_overrides={"rms_norm_eps": 0.1}),
+    ):
+        assert fingerprint(changed) not in known
+        known.add(fingerprint(changed))
+    (file,) = llama.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert fingerprint(ModelConfig.resolve(llama)) not in known
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"node_rank": 1}, "nnodes=1, node_rank=1: must be 1 or more, and 0 to nnodes - 1"),
+        ({"nnodes": 0}, "nnodes=0, node_rank=0: must be 1 or more"),
+        ({"nnodes": 2}, "nnodes=2: each machine has one stage, so pipeline_parallel_size=1 must be 2"),
+        ({"nnodes": 2, "pipeline_parallel_size": 2}, "master_addr=None must be HOST:PORT of machine 0"),
+        ({"nnodes": 2, "pipeline_parallel_size": 2, "master_addr": "a:b"}, "master_addr='a:b' must be HOST:PORT"),
+        ({"nnodes": 2, "pipeline_parallel_size": 2, "master_addr": "a:70000"}, "must be HOST:PORT of machine 0"),
+        (
+            {"nnodes": 2, "pipeline_parallel_size": 2, "master_addr": "a", "data_parallel_size": 2},
+            "data_parallel_size=2: only one engine can have nnodes=2",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_together_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineArgs(**given).resolve()
+
+
+@pytest.mark.parametrize(("given", "found"), [("a:7", "a:7"), ("a", "a:29501"), ("[::1]:7", "::1:7")])
+def test_addresses_have_a_port(given: str, found: str) -> None:
+    config = EngineArgs(nnodes=2, node_rank=1, pipeline_parallel_size=2, master_addr=given).resolve().parallel
+    assert config.nodes is not None
+    assert config.nodes.master_addr == found
+
+
+def test_only_machine_0_serves() -> None:
+    given: dict[str, Any] = {"nnodes": 2, "pipeline_parallel_size": 2, "master_addr": HOST}
+    with pytest.raises(ConfigError, match="node_rank=1: this machine computes a stage for machine 0; start it with"):
+        LLM(**given, node_rank=1)
+    with pytest.raises(ConfigError, match="node_rank=0 serves requests; a machine that only computes a stage"):
+        run_node(EngineArgs(**given))
+
+
+def test_several_models_cannot_run_on_several_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--nnodes", "2", "--pipeline-parallel-size", "2", "--master-addr", HOST]
+    assert main(["serve", "quire-tiny", "quire-draft", *given]) == 2
+    assert "nnodes=2: one model can run on several machines, and 2 are given" in capsys.readouterr().err

@@ -1,0 +1,321 @@
+"""Stages that fail, die, hang or send nonsense: steps are tried again, engines end and are replaced, nothing stays."""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, AsyncLLM, EngineArgs, LoRARequest
+from quire.common import liveness
+from quire.common.errors import EngineBrokenError, OutOfMemoryError
+from quire.common.faults import Fault, environment, inject
+from quire.models.decoder.model import Boundary
+from quire.runner import executor as executors
+from quire.runner.parallel.messages import Connection
+from quire.runner.parallel.pipeline import links, stage_process
+from quire.runner.parallel.pipeline.executor import PipelineExecutor
+from quire.runner.parallel.pipeline.messages import States
+from tests.async_llm import door as door_module
+from tests.async_llm.door import Door
+from tests.kernels.isas import needs_native
+from tests.models.adapters import make_tensors, tiny_sizes, write_adapter
+from tests.parallel.ranks import answers, in_threads
+from tests.parallel.test_faults import PARAMS, PROMPTS, TINY, children_of, restarted, wait_until_gone
+
+pytestmark = needs_native
+STAGES: dict[str, Any] = {**TINY, "pipeline_parallel_size": 2, "num_threads": 1}
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    return answers(LLM(**TINY), PROMPTS, PARAMS)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., LLM]]:
+    """Engines whose other stages are threads, so that faults of this process are theirs too."""
+    made = list[LLM]()
+    with in_threads():
+
+        def make(**given: Any) -> LLM:
+            made.append(LLM(**STAGES | given))
+            return made[-1]
+
+        yield make
+        for llm in made:
+            llm.engine.executor.close()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("stage.step", after=3),
+        Fault("stage.step", error="MemoryError", times=2),
+        Fault("memory.workspace", error="MemoryError", after=40),
+        Fault("step.run", after=2),
+        Fault("step.run", after=3),
+        Fault("sampler.draw", after=1),
+        Fault("step.execute", after=2),
+        Fault("step.commit", after=2),
+    ],
+    ids=lambda fault: f"{fault.point} {fault.after}",
+)
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_a_failure_anywhere_is_a_failed_step_which_is_tried_again(
+    num_stages: int, fault: Fault, make: Callable[..., LLM], expected: Any
+) -> None:
+    llm = make(pipeline_parallel_size=num_stages)
+    with inject(fault) as injected:
+        assert answers(llm, PROMPTS, PARAMS) == expected
+    assert injected.num_fired
+    assert answers(llm, PROMPTS, PARAMS) == expected
+    llm.engine.requests.check_integrity()
+
+
+def test_a_request_that_cannot_be_planned_ends_alone_while_others_are_in_flight(
+    make: Callable[..., LLM], expected: Any
+) -> None:
+    llm = make()
+    with inject(Fault("blocks.append", after=3)) as injected:
+        got = answers(llm, PROMPTS, PARAMS)
+    assert injected.num_fired
+    assert [error is None for _, _, error in got] == [True, False, True]
+    assert (got[0], got[2]) == (expected[0], expected[2])
+    llm.engine.requests.check_integrity()
+
+
+def test_an_interrupted_step_can_be_made_again(
+    make: Callable[..., LLM], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make().engine
+    for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        engine.add_request(str(i), prompt, params)
+    engine.step()
+
+    def interrupt(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(links.StageLinks, "states", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    done = {}
+    while engine.has_unfinished_requests():
+        done |= {int(output.request_id): output.outputs for output in engine.step() if output.finished}
+    assert [done[i] for i in range(3)] == [outputs for outputs, _, _ in expected]
+
+
+def answers_again(llm: LLM) -> None:
+    """The first failure is an answer of each request, the next one an exception."""
+    for _ in range(2):
+        answers(llm, PROMPTS, PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: States(s.number, s.num_rows, "float64", s.tensors), "rows of float64 in"),
+        (lambda s: States(s.number, s.num_rows, s.dtype, s.tensors[:1]), "rows of bfloat16 in"),
+        (lambda s: States(s.number, s.num_rows - 1, s.dtype, s.tensors), "rows of bfloat16 in"),
+        (lambda s: States(s.number, -1, s.dtype, []), "-1 rows of bfloat16 in"),
+        (lambda s: States(s.number, 10**9, s.dtype, []), "1000000000 rows of bfloat16 in"),
+        (lambda s: States(s.number, 0, s.dtype, [memoryview(b"")] * 2), "a stage computed 0 rows of"),
+        (lambda s: States(s.number, s.num_rows, s.dtype, [memoryview(bytes(2**26))]), "a frame of 67108[0-9]+ bytes"),
+        (lambda s: stage_process.StageStart(1, b""), "Invalid value 'StageStart'"),
+    ],
+)
+def test_a_stage_that_sends_nonsense_ends_the_engine(
+    change: Callable[[States], Any], message: str, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make()
+    send = stage_process._Sender.send
+    monkeypatch.setattr(
+        stage_process._Sender, "send", lambda self, m: send(self, change(m) if isinstance(m, States) else m)
+    )
+    with pytest.raises(EngineBrokenError, match=message):
+        answers_again(llm)
+
+
+def test_a_stage_that_hangs_in_a_step_ends_the_engine(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make()
+    monkeypatch.setattr(links, "PATIENCE_S", 0.3)
+    with inject(Fault("stage.step", "delay", seconds=1.5)), pytest.raises(EngineBrokenError, match="no progress"):
+        answers_again(llm)
+
+
+def test_a_stage_that_falls_silent_while_nothing_runs_ends_the_engine(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_lost = threading.Event()
+    monkeypatch.setattr(liveness, "on_loss", is_lost.set)
+    monkeypatch.setattr(links, "SILENCE_S", 0.3)
+    monkeypatch.setattr(stage_process, "_BEAT_S", 1000.0)
+    llm = make()
+    assert is_lost.wait(30)
+    with pytest.raises(EngineBrokenError, match=r"stage 0 was silent for 0\.3 s"):
+        answers_again(llm)
+
+
+def test_a_stage_that_falls_silent_within_a_message_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Half:
+        def __init__(self, sock: socket.socket) -> None:
+            self._socket = sock.dup()
+            Connection(self._socket).send(stage_process.Done())
+            self._socket.sendall((100).to_bytes(8, "little") + b"half")
+
+        def end(self) -> str:
+            self._socket.close()
+            return "has ended"
+
+    monkeypatch.setattr(links, "SILENCE_S", 0.3)
+    lost = SimpleQueue[str]()
+    link = links.StageLink(0, Half, Boundary(1, 4, torch.float32), 8)
+    link.when_lost = lost.put
+    link.start()
+    assert lost.get(timeout=30) == "stage 0 was silent for 0.3 s"
+    link.close()
+
+
+def test_a_stage_that_cannot_load_says_why(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = stage_process._compute
+
+    def failing(*given: Any) -> None:
+        def make_stage(*_: Any) -> Any:
+            raise OutOfMemoryError("there is none left")
+
+        monkeypatch.setattr(executors, "make_stage", make_stage)  # which the engine's process has looked up already
+        compute(*given)
+
+    monkeypatch.setattr(stage_process, "_compute", failing)
+    with pytest.raises(OutOfMemoryError, match="there is none left"):
+        make()
+
+
+def test_an_adapter_that_a_stage_cannot_load_is_loaded_in_none(
+    make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make(enable_lora=True)
+    write_adapter(tmp_path, make_tensors(tiny_sizes(llm.engine.model_config), 2, seed=1), r=2, lora_alpha=2)
+    unloaded = list[int]()
+    unload = PipelineExecutor.unload_adapter
+
+    def note(self: PipelineExecutor, slot: int) -> None:
+        unloaded.append(slot)
+        unload(self, slot)
+
+    def refuse(self: Any, message: Any) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr(PipelineExecutor, "unload_adapter", note)
+        self._sender.send(stage_process.Failed("CheckpointError", "it is not on this machine"))
+        self._sender.send(stage_process.Done())
+
+    monkeypatch.setattr(stage_process.Stage, "_answer", refuse)
+    adapter = LoRARequest("a", 1, str(tmp_path))
+    (output,) = llm.generate(PROMPTS[:1], PARAMS[:1], use_tqdm=False, lora_request=adapter)
+    assert output.error is not None
+    assert "it is not on this machine" in output.error
+    assert unloaded == [0]
+    (output,) = llm.generate(PROMPTS[:1], PARAMS[:1], use_tqdm=False, lora_request=adapter)
+    assert output.error is None
+
+
+def test_a_frame_that_is_too_long_is_refused_before_it_is_read() -> None:
+    class Endless:
+        def recv(self, num_bytes: int) -> bytes:
+            assert num_bytes <= 65536
+            return (10**12).to_bytes(8, "little")
+
+    with pytest.raises(ValueError, match="a frame of 1000000000000 bytes, of at most 100"):
+        Connection(Endless(), 100).receive_frame()  # type: ignore[arg-type]
+
+
+# Stages in processes
+
+
+@pytest.fixture(scope="module")
+def door() -> Iterator[Door]:
+    args = EngineArgs(**STAGES)
+    before, door_module.LIMIT_S = door_module.LIMIT_S, 180.0  # two processes start, one after the other
+    made = Door(make=lambda: AsyncLLM.from_args(args, hang_timeout_s=12.0))
+    yield made
+    pid = made.llm.engine_pid
+    assert pid is not None
+    pids = children_of(pid)
+    assert pids
+    made.close()
+    door_module.LIMIT_S = before
+    wait_until_gone([pid, *pids])
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "stopped"]
+)
+@pytest.mark.parametrize("whose", ["stage", pytest.param("engine", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("after", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_streams_go_on_when_a_stage_ends(door: Door, expected: Any, after: int, whose: str, number: int) -> None:
+    requests = [({"prompt_token_ids": prompt}, its) for prompt, its in zip(PROMPTS, PARAMS, strict=True)]
+    engine = door.llm.engine_pid
+    assert engine is not None
+    stages = children_of(engine)
+    door.record.events.clear()
+
+    async def disturb() -> list[Any]:
+        reading = asyncio.create_task(door.all_outputs(requests))
+        await door.record.until(lambda: sum(num_tokens for _, num_tokens in door.record.of("tokens")) >= after)
+        os.kill(stages[0] if whose == "stage" else engine, number)
+        return await reading
+
+    got = door.run(disturb())
+    assert [outputs[-1].outputs for outputs in got] == [outputs for outputs, _, _ in expected]
+    door.run(restarted(door, engine))
+    wait_until_gone([engine, *stages])
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "stopped"]
+)
+def test_a_stage_that_ends_while_nothing_runs_ends_its_engine(door: Door, number: int) -> None:
+    engine = door.llm.engine_pid
+    assert engine is not None
+    stages = children_of(engine)
+    os.kill(stages[0], number)
+    door.run(restarted(door, engine))
+    wait_until_gone([engine, *stages])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["weights.load", "stage.step"])
+def test_a_stage_that_dies_in_a_phase_breaks_an_engine_in_the_callers_process(
+    point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dying(links.StageProcess):
+        def __init__(self, *given: Any) -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in environment(Fault(point, "kill", after=2)).items():
+                    patch.setenv(name, value)
+                super().__init__(*given)
+
+    pipeline = partial(PipelineExecutor, executors.make_stage, launch=Dying)
+    monkeypatch.setitem(executors.EXECUTORS, "pipeline", pipeline)
+    descriptors, children = len(os.listdir("/proc/self/fd")), children_of(os.getpid())
+    if point == "weights.load":
+        with pytest.raises(EngineBrokenError, match="stage 0 was ended by SIGKILL"):
+            LLM(**STAGES)
+    else:
+        llm = LLM(**STAGES)
+        with pytest.raises(EngineBrokenError, match="stage 0 was ended by SIGKILL"):
+            answers(llm, PROMPTS, PARAMS)
+        llm.engine.executor.close()
+    assert children_of(os.getpid()) == children
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
