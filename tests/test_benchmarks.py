@@ -32,6 +32,8 @@ DRIVER = """
 import sys
 from benchmarks.drivers.protocol import serve
 def generate(**case):
+    if sys.argv[2] == "crashing":
+        sys.exit(1)
     with open(sys.argv[1], "a") as file:
         print(sys.argv[2], case["num_prompts"], case["output_len"], file=file)
     return {"elapsed_s": 0.5 if sys.argv[2] == "fast" else 1.0}
@@ -78,14 +80,18 @@ class Broken(Scripted):
     name = "broken"
 
 
+class Crashing(Scripted):
+    name = "crashing"
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return Run(tmp_path, tmp_path / "none", quick=True, engines=frozenset(["fast", "slow", "broken"]))
+    return Run(tmp_path, tmp_path / "none", quick=True, engines=frozenset(["fast", "slow", "broken", "crashing"]))
 
 
 def test_engines_run_in_turn_and_one_that_fails_is_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interleaved, "Quire", Fast)
-    engines = [Fast(run.folder), Slow(run.folder), Broken(run.folder)]
+    engines = [Fast(run.folder), Crashing(run.folder), Slow(run.folder), Broken(run.folder)]
     cases = [{"num_prompts": n, "input_len": 4, "output_len": 9} for n in (1, 3)]
     rows = list(interleaved.interleaved(run, engines, interleaved.TINY, cases, 100))
     assert (run.folder / "asked").read_text().splitlines() == [
@@ -94,8 +100,10 @@ def test_engines_run_in_turn_and_one_that_fails_is_left_out(run: Run, monkeypatc
         for output_len in (4, *[9] * run.rounds)
         for engine in ("fast", "slow")
     ]
-    assert [row["engine"] for row in rows if "left_out" in row] == ["broken"]
-    assert next(row["left_out"] for row in rows if "left_out" in row) == "ValueError: no such precision"
+    left_out = {row["engine"]: row["left_out"] for row in rows if "left_out" in row}
+    assert left_out.keys() == {"broken", "crashing"}
+    assert left_out["broken"] == "ValueError: no such precision"
+    assert "the driver ended" in left_out["crashing"]
     speedups = [row["quire_speedup"] for row in rows if row["engine"] == "slow" and "elapsed_s" in row]
     assert speedups == [2.0, 2.0]
     assert [row["output_tokens_per_s"] for row in rows if row.get("num_prompts") == 3] == [54.0, 27.0]

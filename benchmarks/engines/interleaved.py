@@ -63,6 +63,7 @@ def interleaved(
             return
         probe = sessions[0] if isinstance(sessions[0].engine, Quire) else _probe(stack, run)
         for each in cases:
+            yield from _warm_up(sessions, probe, each)
             yield from _compare(run, sessions, probe, each, costs)
 
 
@@ -91,11 +92,21 @@ def _probe(stack: ExitStack, run: Run) -> Session:
     return session
 
 
+def _warm_up(sessions: list[Session], probe: Session, case: Mapping[str, int]) -> Iterator[Row]:
+    """Run a case once, since every engine is slower then. One that fails is left out from here on."""
+    for session in list(sessions):
+        try:
+            session.call("generate", **{**case, "output_len": min(_WARM_UP_TOKENS, case["output_len"])})
+        except LeftOutError as reason:
+            if session is probe:
+                raise
+            sessions.remove(session)
+            yield {"engine": session.engine.name, "precision": session.engine.precision, "left_out": str(reason)}
+
+
 def _compare(
     run: Run, sessions: Sequence[Session], probe: Session, case: Mapping[str, int], costs: Costs
 ) -> Iterator[Row]:
-    for session in sessions:  # every engine is slower on the first run of a case
-        session.call("generate", **{**case, "output_len": min(_WARM_UP_TOKENS, case["output_len"])})
     times: list[list[float]] = [[] for _ in sessions]
     machines: list[Limits] = []
     started = time.perf_counter()
