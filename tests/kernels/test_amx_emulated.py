@@ -1,4 +1,4 @@
-"""The kernels for AMX on any CPU with AVX-512 BF16: instructions on tiles are emulated as Intel's manual defines them."""
+"""The kernels for AMX on any CPU with AVX-512 BF16: tiles are emulated as Intel's manual defines them."""
 
 import os
 import shutil
