@@ -36,6 +36,7 @@ extern const KernelTable table;
 namespace avx2 {
 extern const KernelTable table;
 }
+#endif
 #elif defined(__aarch64__)
 namespace neon {
 extern const KernelTable table;
@@ -46,7 +47,6 @@ extern const KernelTable table;
 namespace neon_i8mm {
 extern const KernelTable table;
 }
-#endif
 #endif
 
 namespace {
@@ -125,12 +125,12 @@ struct Variants {
     best_first[2] = {&avx512::table, has_avx512};
     best_first[3] = {&avx_vnni::table, has_avx2 && __builtin_cpu_supports("avxvnni")};
     best_first[4] = {&avx2::table, has_avx2};
+#endif
 #elif defined(__aarch64__)
     const ArmFeatures features;
     best_first[0] = {&neon_i8mm::table, features.has_dot && features.has_i8mm && features.has_bf16};
     best_first[1] = {&neon_dot::table, features.has_dot};
     best_first[2] = {&neon::table, true};
-#endif
 #endif
     best_first[5] = {&portable::table, true};
     for (const Variant& variant : best_first) {
