@@ -74,7 +74,9 @@ def is_valid(text: str, structure: dict[str, object]) -> bool:
     value = json.loads(text)
     schema = json.loads(schema) if isinstance(schema, str) else schema
     jsonschema.validate(value, schema, format_checker=jsonschema.FormatChecker())
-    return "disable_any_whitespace" not in structure or not re.search(r'[\s]["\]}:,]', re.sub(r'"[^"]*"', '""', text))
+    return "disable_any_whitespace" not in structure or not re.search(
+        r'[\s]["\]}:,]', re.sub(r'"(?:[^"\\]|\\.)*"', '""', text)
+    )
 
 
 def _parses(call: str) -> bool:

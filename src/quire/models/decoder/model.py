@@ -102,8 +102,11 @@ class Decoder(CausalLM):
             self.layers.append(made)
         self.passes: list[Callable[..., Any]] = list(self.layers)
         """What `forward` calls of each layer."""
-        self.enter: Enter = self._embed
-        self.leave: Leave = self._finish
+        self.enter: Enter | None = None
+        """What takes the place of the embedding, in a stage that has none. None, not a method of this object: a cycle
+        of references would outlive an engine that sleeps, whose objects are exempt from collection."""
+        self.leave: Leave | None = None
+        """The same for the final norm."""
         self.boundaries = Boundary(0, shape.hidden_size, shape.dtype), Boundary(0, shape.hidden_size, shape.dtype)
         """What comes from the stage before and goes to the next one: nothing, unless this is a stage (stages.py)."""
         self.norm = None if shape.final_norm is None else make_norm(shape.hidden_size, shape.final_norm)
@@ -210,10 +213,10 @@ class Decoder(CausalLM):
         return cls.shape(config).is_tied
 
     def forward(self, batch: BatchTensors, kv: Sequence[LayerCache]) -> Tensor:
-        x, residual = self.enter(batch)
+        x, residual = (self.enter or self._embed)(batch)
         for layer, layer_kv in zip(self.passes, kv, strict=True):
             x, residual = layer(x, residual, batch, layer_kv)
-        return self.leave(x, residual, batch)
+        return (self.leave or self._finish)(x, residual, batch)
 
     def _embed(self, batch: BatchTensors) -> tuple[Tensor | None, Tensor]:
         residual = self.embed(batch)  # [num_tokens, embed_width]
