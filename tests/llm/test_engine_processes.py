@@ -45,12 +45,12 @@ def test_every_engine_works(several: LLM) -> None:
     assert min(steps.values()) > 0
 
 
-def test_wrong_prompts_are_answered_as_by_one_engine(several: LLM) -> None:
+def test_wrong_prompts_are_answered_as_by_one_engine(several: LLM, one: LLM) -> None:
     with pytest.raises(RequestError, match="empty"):
         several.generate("", SAMPLED)
     bad, good = several.generate(["", "a"], SAMPLED, use_tqdm=False)
     assert bad.outputs[0].finish_reason == "ignored"
-    assert len(good.outputs[0].token_ids) == 12 or good.outputs[0].finish_reason == "stop"
+    assert good.outputs[0].token_ids == one.generate("a", SAMPLED, use_tqdm=False)[0].outputs[0].token_ids != []
 
 
 def test_a_killed_engine_loses_nothing(several: LLM, one: LLM) -> None:
