@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 
 from quire.engine.drafting import drafting
-from tests import embedded
+from tests import embedded, forks
 from tests.effort import CLIENTS, mark_slow, register_profiles
 
 register_profiles(derandomize="CI" in os.environ)  # a check of a change tells of the change, not of luck
@@ -55,6 +55,13 @@ def pytest_unconfigure() -> None:
 def embedded_checkpoints():
     """An engine of an embedded checkpoint is made in a fraction of the time."""
     with embedded.kept():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_engines():
+    """An engine process is there in a tenth of the time that importing torch takes."""
+    with forks.running():
         yield
 
 

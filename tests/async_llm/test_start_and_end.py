@@ -22,6 +22,7 @@ from quire import (
     SamplingParams,
 )
 from quire.interfaces.launch import link
+from tests.forks import children_of
 
 from .door import Door
 
@@ -137,8 +138,7 @@ def test_an_engine_made_without_a_loop_starts_with_its_first_request() -> None:
             await anext(llm.generate("Once", SamplingParams(extra_args={"a": 1}), "c"))
         for generator in generators:
             await generator.aclose()
-        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-        assert children.count(str(llm.engine_pid)) == 1
+        assert children_of(os.getpid()).count(llm.engine_pid) == 1
         llm.shutdown()
         return [llm.engine_pid]
 

@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -18,6 +17,7 @@ import uvicorn
 
 import quire
 from quire.server.api.tools import TOOL_FORMATS
+from tests.forks import Forked, children_of, run_quire
 from tests.server.in_process import saying
 
 MODEL = "quire-tiny"
@@ -69,12 +69,10 @@ def quire_serve(folder: Path, *args: str, keys: str = KEY) -> Iterator[Served]:
     """The process, from when it can be used until the block ends; what it says is in `serve.log`."""
     log = folder / "serve.log"
     environment = os.environ | {"QUIRE_API_KEY": keys}
-    command = [sys.executable, "-m", "quire", "serve", *_ARGS, *args]
-    with log.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process:
+    with log.open("wb") as file, run_quire(["serve", *_ARGS, *args], file.fileno(), environment) as process:
         try:
             url = _wait_for_url(process, log)
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            yield Served(url, (process.pid, *map(int, children)))
+            yield Served(url, (process.pid, *children_of(process.pid)))
         finally:
             process.terminate()
             try:
@@ -84,7 +82,7 @@ def quire_serve(folder: Path, *args: str, keys: str = KEY) -> Iterator[Served]:
     assert process.returncode == 0, log.read_text()
 
 
-def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
+def _wait_for_url(process: Forked | subprocess.Popen[bytes], log: Path) -> str:
     deadline = time.monotonic() + WAIT_S
     while process.poll() is None and time.monotonic() < deadline:
         if found := re.search(r"serves \S+ at (http://[\w.:]+) ", log.read_text()):

@@ -16,6 +16,7 @@ from typing import Any
 
 from quire.common.memory import IDLE_S
 from tests.clients.served import KEY, WAIT_S, Served
+from tests.forks import children_of
 
 PATIENCE = float(os.environ.get("QUIRE_HOSTILE_PATIENCE", "6"))
 """times as slow as a machine of its own may be where all tests run at once; `make hostile` allows 1"""
@@ -275,8 +276,7 @@ class Target:
         """The server, its engine, and their children."""
         found = [self.served.pids[0]]
         for pid in found:
-            with contextlib.suppress(OSError):
-                found += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+            found += children_of(pid)
         return found
 
     def _held(self, name: str) -> float:

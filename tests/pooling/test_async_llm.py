@@ -142,10 +142,11 @@ def test_one_of_many_fails_and_the_others_are_aborted_in_one_message(
 ) -> None:
     sent = door.sent(monkeypatch)
     with pytest.raises(RequestFailedError, match="not finite"):
-        door.run(door.many([[7, NAN], *([7, 8 + i] for i in range(40))]))
+        # so many that the engine cannot have answered all of them before the first answer is read
+        door.run(door.many([[7, NAN], *([7, 8 + i % 40] for i in range(1000))]))
     door.run(door.drained())
     (abort,) = [message for message in sent if isinstance(message, messages.Abort)]
-    assert 0 < len(abort.request_ids) <= 40
+    assert 0 < len(abort.request_ids) <= 1000
     with pytest.raises(InvalidPromptError):
         door.run(door.many([*([7, 8 + i] for i in range(70)), [10**6]]))
     door.run(door.drained())

@@ -1,0 +1,144 @@
+"""Engines and servers of tests that start at once: each is forked from a process that has imported what they need.
+
+Importing torch takes 1.5 seconds of processor time, and the tests start hundreds of engines. What runs in a fork is
+what `python -m MODULE` would run, with the same arguments, environment, folder and descriptors. Only its parent
+differs: it is the fork server, which ends with the process that runs the tests, and with it all that it has started.
+Where a test sets environment variables, a process of its own is started, since many are read when a module is imported.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from quire.interfaces.launch import link
+from tests.forks.wire import Request, read, receive_number, send
+
+READ_EARLY = ("QUIRE_", "OMP_", "MKL_", "LD_", "PYTHONHASHSEED", "HF_", "NO_COLOR", "FORCE_COLOR")
+"""How variables begin that may be read when something is imported: a fork has those of the fork server."""
+READ_LATE = {"QUIRE_API_KEY"}
+
+
+class Forked:
+    """A forked process, with the part of subprocess.Popen that is used of engines and servers."""
+
+    def __init__(self, path: str, request: Request, descriptors: Sequence[int]) -> None:
+        self.returncode: int | None = None
+        self._socket = send(path, request, descriptors)
+        self.pid = receive_number(self._socket)
+
+    def poll(self) -> int | None:
+        """The status if the process has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end, and return the status; a negative one is a signal. Several threads may wait."""
+        if self.returncode is None:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._socket, selectors.EVENT_READ)
+                if not selector.select(timeout):
+                    raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            self.returncode = os.waitstatus_to_exitcode(receive_number(self._socket, socket.MSG_PEEK))
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def __enter__(self) -> "Forked":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
+    def __del__(self) -> None:
+        self._socket.close()
+
+
+class ForkServer:
+    """The process that forks, as others see it: it may have been started here, or by one whose fork this process is."""
+
+    def __init__(self, path: str, environment: dict[str, str]) -> None:
+        self.path = path
+        self.environment = environment
+        """with which it was started"""
+
+    def can_run(self, environment: dict[str, str]) -> bool:
+        differing = {name for name, _ in set(environment.items()) ^ set(self.environment.items())} - READ_LATE
+        return not any(name.startswith(READ_EARLY) for name in differing)
+
+    def start_engine(self, its: socket.socket) -> "Forked | subprocess.Popen[bytes]":
+        """As link.start_process."""
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+        if not self.can_run(environment):
+            return _start_unforked(its)
+        with open(os.devnull, "rb") as nothing:
+            numbers = [0, 1, 2, its.fileno()]
+            arguments = [str(its.fileno())]
+            request = Request("quire.engine.process.engine_process", arguments, environment, os.getcwd(), numbers, True)
+            return Forked(self.path, request, [nothing.fileno(), 1, 2, its.fileno()])
+
+
+_start_unforked = link.start_process
+_server: ForkServer | None = None
+
+
+def use(server: ForkServer) -> None:
+    """From now on the engines that this process starts are forked."""
+    global _server
+    _server = server
+    link.start_process = server.start_engine
+
+
+def run_quire(arguments: Sequence[str], output: int, environment: dict[str, str]) -> "Forked | subprocess.Popen[bytes]":
+    """Run `python -m quire`, which writes to a descriptor."""
+    if _server is None or not _server.can_run(environment):
+        command = [sys.executable, "-m", "quire", *arguments]
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+    request = Request("quire", list(arguments), environment, os.getcwd(), [0, 1, 2], False)
+    return Forked(_server.path, request, [0, output, output])
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started, or has had forked, and that have not ended."""
+    with contextlib.suppress(OSError):
+        own = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return own if _server is None else own + json.loads(read(send(_server.path, pid)))
+    return []
+
+
+@contextlib.contextmanager
+def running() -> Iterator[None]:
+    """Meanwhile engines are forked. Nothing is imported before the first of them is asked for."""
+    global _server
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        path = f"{folder}/socket"
+        listener.bind(path)
+        listener.listen(128)
+        command = [sys.executable, "-m", "tests.forks.server", str(listener.fileno()), path]
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+        with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=environment) as process:
+            listener.close()
+            use(ForkServer(path, environment))
+            try:
+                yield
+            finally:
+                _server, link.start_process = None, _start_unforked
+                assert process.stdin is not None
+                process.stdin.close()  # at which it ends
+                process.wait(60)
