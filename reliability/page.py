@@ -36,3 +36,10 @@ def table(rows: Iterable[Mapping[str, object]]) -> list[str]:
         "|" + "---|" * len(head),
         *(f"| {' | '.join(str(row[name]) for name in head)} |" for row in listed),
     ]
+
+
+def recorded_rows(section: str, page: Path = PAGE) -> list[dict[str, str]]:
+    """The rows of a section's table, as `table` formats them."""
+    text = page.read_text(encoding="utf-8").partition(f"<!-- {section}: written")[2].partition("<!-- end of")[0]
+    lines = [line.split(" | ") for line in re.findall(r"^\| (.*) \|$", text, re.MULTILINE)]
+    return [dict(zip(lines[0], cells, strict=True)) for cells in lines[1:]]

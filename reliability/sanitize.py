@@ -1,11 +1,14 @@
 """Build the native code with sanitizers, run its tests, and count the reports.
 
-    python -m reliability.sanitize [address] [thread] [--record] [--tests PATH ...]
+    python -m reliability.sanitize [address] [thread] [address-tiles] [thread-tiles] [--quick] [--record]
+                                   [--tests PATH ...]
 
-`address` finds invalid memory accesses and undefined behaviour, `thread` finds data races; by default both run. They
-are built in build/sanitize and do not replace the installed extension. First, faults are planted: kernels get memory
-that is too short, misaligned, or in use by another thread, and the sanitizer must report each fault on every
-instruction set. Then the tests run on every instruction set of this CPU. Prints one line of JSON per sanitizer; the
+`address` finds invalid memory accesses and undefined behaviour, `thread` finds data races; by default all run. They
+are built in build/sanitize and do not replace the installed extension. No sanitizer sees what Intel's tiles read and
+write, so `address-tiles` and `thread-tiles` have emulated tiles (`QUIRE_EMULATE_AMX`), on which the tests for `amx`
+run; the CPU must have AVX-512 BF16. First, faults are planted: kernels get memory that is too short, misaligned, or in
+use by another thread, and the sanitizer must report each fault on every instruction set. Then the tests run on every
+instruction set of this CPU; with `--quick` those that `make test` chooses. Prints one line of JSON per sanitizer; the
 exit status is 1 after a report or a failed test.
 """
 
@@ -18,13 +21,15 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from reliability import sanitized_site
-from reliability.page import record, table
+from reliability.page import record, recorded_rows, table
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILT = ROOT / "build" / "sanitize"
@@ -45,6 +50,10 @@ ids = torch.zeros(2, dtype=torch.int64)
 table, out = torch.zeros(8), torch.zeros(8)
 _native.gather_rows(ids.data_ptr() + 1, 1, table.data_ptr(), 1, table.nbytes, out.data_ptr())
 """
+_TILE_OVERFLOW = """
+x, weight, out = torch.zeros(2 * 64 - 32).bfloat16(), torch.zeros(64 * 32).bfloat16(), torch.zeros(2, 32)
+_native.matmul(1, x.data_ptr(), 64, 2, weight.data_ptr(), 32, 64, 0, out.data_ptr(), 32, 0)
+"""
 _RACE = """
 rows = torch.zeros(257, 2048)  # each task reads the first row that the next one writes
 for _ in range(200):
@@ -63,6 +72,8 @@ class Sanitizer:
     """Maps the text of a report to a program that must cause it."""
     tests: tuple[str, ...]
     prefix: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    """Of CMake, besides `QUIRE_SANITIZE`."""
 
 
 # The interpreter and torch are not built with the sanitizers: races are reported only in our code, and leaks are not
@@ -85,6 +96,23 @@ SANITIZERS = {
         ("setarch", "-R"),  # its shadow memory needs fixed addresses
     ),
 }
+TILE_TESTS = tuple(
+    f"tests/kernels/test_{name}.py"
+    for name in ("matmul", "quantized_matmul", "attention", "attention_variants", "encoder_attention", "experts")
+)
+"""The tests of kernels that multiply on tiles."""
+_TILE_PLANTS = {"address": {"heap-buffer-overflow": _TILE_OVERFLOW}, "thread": {}}
+SANITIZERS |= {
+    f"{name}-tiles": replace(
+        each,
+        plants=each.plants | _TILE_PLANTS[name],
+        tests=("-k", "amx", *TILE_TESTS),
+        flags=("-DQUIRE_EMULATE_AMX=ON",),
+    )
+    for name, each in SANITIZERS.items()
+}
+QUICK = "--hypothesis-profile=quick", "-m", "not thorough and not slow"
+ALL = "--hypothesis-profile=all", "-m", "not thorough"
 
 
 class SanitizedBuild:
@@ -94,7 +122,8 @@ class SanitizedBuild:
         """Build the extension."""
         self.name, self.sanitizer, self.folder = name, SANITIZERS[name], BUILT / name
         self.folder.mkdir(parents=True, exist_ok=True)
-        flags = [f"-DQUIRE_SANITIZE={name}", "-DQUIRE_WERROR=OFF", f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={self.folder}"]
+        flags = [f"-DQUIRE_SANITIZE={name.removesuffix('-tiles')}", "-DQUIRE_WERROR=OFF", *self.sanitizer.flags]
+        flags += [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={self.folder}"]
         environment = {"PYTHON": sys.executable, "BUILD_DIR": str(self.folder / "cmake")}
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         command = ["bash", str(ROOT / "tools" / "build_inplace.sh"), *flags]
@@ -145,12 +174,11 @@ json.dump(_native.available_isas(), open({str(shown)!r}, "w"))
             if self.run("-c", _ON_EACH_ISA + program, isa) == 0 or not any(said in report for report in self.reports())
         ]
 
-    def test(self, tests: list[str]) -> dict[str, Any]:
-        """Run tests and count their outcomes."""
+    def test(self, tests: Sequence[str]) -> dict[str, Any]:
+        """Run pytest with these arguments and count the outcomes."""
         results = self.folder / "tests.xml"
         results.unlink(missing_ok=True)
-        chosen = ["--hypothesis-profile=all", "-m", "not thorough", *tests]
-        status = self.run("-m", "pytest", "--capture=sys", "-p", "no:cacheprovider", f"--junitxml={results}", *chosen)
+        status = self.run("-m", "pytest", "--capture=sys", "-p", "no:cacheprovider", f"--junitxml={results}", *tests)
         suite = ElementTree.parse(results).getroot()[0].attrib if results.exists() else {}
         num = {name: int(suite.get(name, 0)) for name in ("tests", "skipped", "failures", "errors")}
         return num | {"reports": len(self.reports()), "status": status}
@@ -161,18 +189,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sanitizers", nargs="*", metavar="SANITIZER", choices=[[], *SANITIZERS])
     parser.add_argument("--tests", nargs="+", help="pytest's arguments, in place of all tests of native code")
+    parser.add_argument(
+        "--quick", action="store_true", help="without the slow tests, and with a quarter of the examples"
+    )
     parser.add_argument("--record", action="store_true", help="write the result into docs/reliability.md")
     options = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in options.sanitizers or SANITIZERS:
-        build = SanitizedBuild(name)
+        build, tests = SanitizedBuild(name), options.tests or SANITIZERS[name].tests
         isas, unseen = build.isas(), build.blind_spots()
-        counts = build.test(options.tests or list(SANITIZERS[name].tests))
-        rows.append({"sanitizer": name, "isas": " ".join(isas), "plants not seen": len(unseen)} | counts)
+        row = {"sanitizer": name, "isas": " ".join(isas), "date": time.strftime("%Y-%m-%d")}
+        row |= {"pytest": " ".join(["(quick)"] * options.quick + list(tests)), "plants not seen": len(unseen)}
+        rows.append(row | build.test([*(QUICK if options.quick else ALL), *tests]))
         print(*build.reports(), *unseen, json.dumps({"tool": "sanitize"} | rows[-1]), sep="\n", flush=True)
     if options.record:
-        tests = "; ".join(f"{name}: {' '.join(SANITIZERS[name].tests)}" for name in options.sanitizers or SANITIZERS)
-        record("sanitizers", "make sanitize", [f"Tests: {tests}.", "", *table(rows)])
+        known = {row["sanitizer"]: row for row in recorded_rows("sanitizers") if row["sanitizer"] in SANITIZERS}
+        known |= {row["sanitizer"]: row for row in rows}
+        record("sanitizers", "make sanitize", table(known[name] for name in SANITIZERS if name in known))
     return int(any(row["plants not seen"] or row["reports"] or row["status"] for row in rows))
 
 

@@ -124,6 +124,13 @@ def test_no_package_has_more_than_14_entries() -> None:
     assert {name: found for name, found in entries.items() if len(found) > MAX_ENTRIES} == {}, "make a package of some"
 
 
+def test_no_folder_of_kernels_has_more_than_14_entries() -> None:
+    folders = [path for path in (ROOT / "csrc").rglob("*") if path.is_dir()]
+    entries = {str(folder.relative_to(ROOT)): [path.name for path in folder.iterdir()] for folder in folders}
+    assert {"csrc/isa/x86", "csrc/quantized/tiles"} <= entries.keys()
+    assert {name: found for name, found in entries.items() if len(found) > MAX_ENTRIES} == {}, "make a folder of some"
+
+
 def test_the_readme_example_runs_and_answers() -> None:
     example = read("README.md").split("```python\n")[1].split("```")[0]
     result = run_tool("-c", example)

@@ -20,7 +20,7 @@ from reliability import digest, sanitized_site
 from reliability.answers import Answer
 from reliability.coverage import gaps, wanted_files
 from reliability.overload import Load
-from reliability.page import record, table
+from reliability.page import record, recorded_rows, table
 from reliability.served import Exchange, Resources
 from reliability.soak import MAX_GROWTH_BYTES, Tally, left_behind, not_injected
 
@@ -170,6 +170,7 @@ def test_a_result_is_written_between_its_marks_alone(tmp_path: Path) -> None:
         record("b", "make b", table([{"what": "c", "number": number}]), page)
         text = page.read_text()
         assert f"| c | {number} |" in text
+        assert recorded_rows("b", page) == [{"what": "c", "number": str(number)}]
         assert text.count("`make b`") == 1
         assert text.startswith("# A\n")
         assert text.endswith("<!-- end of b -->\nafter\n")

@@ -9,12 +9,12 @@
 
 #include <cstring>
 
-#include "attention/amx_tile.h"
 #include "attention/latents.h"
 #include "attention/look_ahead.h"
 #include "attention/plan.h"
 #include "attention/queries.h"
-#include "attention/tile.h"
+#include "attention/tiles/amx.h"
+#include "attention/tiles/tile.h"
 #include "isa/rows.h"
 #include "isa/simd.h"
 

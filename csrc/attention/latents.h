@@ -1,11 +1,11 @@
 // The scores and sums of attention over latents (DeepSeek-AI 2024), where all heads of a token read the same rows: the
 // queries are in the lanes, so that rows are read as they lie in the cache, and values are paired for all heads at
-// once. Each number is the chain of operations that it is in attention/tile.h.
+// once. Each number is the chain of operations that it is in attention/tiles/tile.h.
 #pragma once
 
 #include "attention/look_ahead.h"
 #include "attention/plan.h"
-#include "attention/tile.h"
+#include "attention/tiles/tile.h"
 
 namespace quire::QUIRE_ISA {
 

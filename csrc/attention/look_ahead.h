@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attention/plan.h"
-#include "attention/tile.h"
+#include "attention/tiles/tile.h"
 #include "isa/simd.h"
 
 namespace quire::QUIRE_ISA {

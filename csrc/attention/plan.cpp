@@ -129,7 +129,18 @@ void check_sequence(const AttentionArgs& args, int64_t s) {
   }
 }
 
+void check_terms(const RelativeTerms& relative) {
+  const int32_t* end = relative.term + 2 * relative.reach + 1;
+  const int32_t* wrong =
+      std::find_if(relative.term, end, [&](int32_t term) { return term < 0 || term >= relative.num_terms; });
+  if (wrong != end) {
+    throw std::invalid_argument("encoder_attention: term " + std::to_string(*wrong) + " is not in [0, " +
+                                std::to_string(relative.num_terms) + ")");
+  }
+}
+
 void check(const AttentionArgs& args) {
+  if (args.relative.term != nullptr) check_terms(args.relative);
   for (int64_t s = 0; s < args.num_seqs; ++s) check_sequence(args, s);
   if (args.query_start[0] != 0 || args.query_start[args.num_seqs] != args.num_tokens) {
     throw std::invalid_argument("paged_attention: query_start must run from 0 to the number of query tokens, " +

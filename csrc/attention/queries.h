@@ -1,7 +1,7 @@
 // Queries of an int8 cache.
 #pragma once
 
-#include "attention/tile.h"
+#include "attention/tiles/tile.h"
 #include "isa/rows.h"
 #include "quantized/rotation.h"
 

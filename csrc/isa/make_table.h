@@ -1,4 +1,5 @@
-// Gathers the kernels of the variant being compiled into its table. Included last by each isa/<name>.cpp.
+// Gathers the kernels of the variant being compiled into its table. Included last by the file of each variant:
+// isa/portable.cpp, isa/x86/<name>.cpp, isa/arm/<name>.cpp.
 #pragma once
 
 #include "attention/attention.h"
@@ -13,7 +14,7 @@
 #include "kernel_table.h"
 #include "lora/lora.h"
 #include "matmul/matmul.h"
-#include "quantized/quantize.h"
+#include "quantized/quantized.h"
 #include "sampling/logprobs.h"
 
 #define QUIRE_NAME_OF(isa) #isa

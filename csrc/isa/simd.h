@@ -7,7 +7,7 @@
 #pragma once
 
 #ifndef QUIRE_ISA
-#error "include isa/simd.h from csrc/isa/*.cpp only, which define QUIRE_ISA"
+#error "include isa/simd.h only in the files of csrc/isa that define QUIRE_ISA"
 #endif
 
 #include <cstring>
@@ -23,11 +23,11 @@
 #endif
 
 #if defined(QUIRE_SIMD_AVX512)
-#include "isa/simd_avx512.h"
+#include "isa/x86/simd_avx512.h"
 #elif defined(QUIRE_SIMD_AVX2)
-#include "isa/simd_avx2.h"
+#include "isa/x86/simd_avx2.h"
 #elif defined(QUIRE_SIMD_NEON)
-#include "isa/simd_neon.h"
+#include "isa/arm/simd_neon.h"
 #else
 #include "isa/simd_portable.h"
 #endif
@@ -37,7 +37,7 @@
 #define QUIRE_MULTIPLIES_PAIRS
 #endif
 
-// Each isa/simd_*.h defines, in quire::QUIRE_ISA:
+// Each simd_*.h defines, in quire::QUIRE_ISA:
 //   W                                      lanes
 //   f32, i32                               vectors of W float / int32_t; + - * / < etc. are the compiler's own
 //   load, load_n(p, n)                     from float* or bf16*; _n: the first n <= W lanes, the rest 0

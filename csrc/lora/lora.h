@@ -9,7 +9,7 @@
 // each [rank][32]. What the last line, block and panel have beyond the matrix is zero.
 #pragma once
 
-#include "matmul/tiles.h"
+#include "matmul/tiles/tile.h"
 
 namespace quire::QUIRE_ISA {
 

@@ -5,12 +5,12 @@
 // parks the accumulators in memory, as float32, and picks them up again.
 #pragma once
 
-#include "matmul/tiles.h"
+#include "matmul/tiles/tile.h"
 #if defined(QUIRE_AMX)
-#include "matmul/amx_matmul.h"
+#include "matmul/tiles/amx_bf16.h"
 #endif
 #if defined(QUIRE_NEON_I8MM)
-#include "matmul/neon_tile.h"
+#include "matmul/tiles/neon.h"
 #endif
 
 namespace quire::QUIRE_ISA {

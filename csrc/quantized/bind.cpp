@@ -1,9 +1,9 @@
 #include "binding.h"
 #include "checks.h"
 #include "matmul/pack.h"
-#include "quantized/factors.h"
-#include "quantized/pack.h"
-#include "quantized/take_rows.h"
+#include "quantized/packing/factors.h"
+#include "quantized/packing/pack.h"
+#include "quantized/packing/take_rows.h"
 
 namespace quire {
 

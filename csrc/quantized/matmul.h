@@ -7,10 +7,10 @@
 #pragma once
 
 #include "isa/rows.h"
-#include "quantized/grouped_tile.h"
 #include "quantized/rotation.h"
+#include "quantized/tiles/grouped.h"
 #if defined(QUIRE_AMX)
-#include "quantized/amx_whole.h"
+#include "quantized/tiles/amx.h"
 #endif
 
 namespace quire::QUIRE_ISA {

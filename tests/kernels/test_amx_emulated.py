@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from reliability import sanitized_site
+from reliability.sanitize import TILE_TESTS
 
 from .isas import ISAS
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ["tests/kernels/test_matmul.py", "tests/kernels/test_quantized_matmul.py", "tests/kernels/test_attention.py",
-         "tests/kernels/test_attention_variants.py", "tests/kernels/test_encoder_attention.py",
-         "tests/kernels/test_experts.py"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +41,7 @@ def run(environment, *arguments):
 def test_kernels_on_emulated_tiles_are_the_references_and_do_not_depend_on_the_batch(emulated):
     listed = run(emulated, "-c", "from quire import _native; print(*_native.available_isas())")
     assert listed.split() == ["amx", "portable"]
-    assert " passed" in run(emulated, "-m", "pytest", "-p", "no:cacheprovider", "-m", "", "-k", "amx", *TESTS)
+    assert " passed" in run(emulated, "-m", "pytest", "-p", "no:cacheprovider", "-m", "", "-k", "amx", *TILE_TESTS)
 
 
 @pytest.mark.slow

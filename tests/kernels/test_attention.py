@@ -18,7 +18,7 @@ STORAGE = [(dtype, cache_dtype) for cache_dtype in (None, torch.int8) for dtype 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [2, 10, 48, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [2, 10, 32, 48, 64, 80, 96, 128, 160, 256])
 def test_mixed_batch_matches_the_reference_for_each_head_dim(isa, dtype, head_dim):
     with using(isa):
         check_against_reference(Heads(6, 2, head_dim, dtype), [1, 130, 70, 600], [1, 30, 70, 2], 16)
@@ -26,7 +26,7 @@ def test_mixed_batch_matches_the_reference_for_each_head_dim(isa, dtype, head_di
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [4, 12, 48, 64, 80, 100, 128, 256, 1024])
+@pytest.mark.parametrize("head_dim", [4, 12, 32, 48, 64, 80, 96, 100, 128, 160, 256, 1024])
 def test_a_mixed_batch_over_int8_matches_the_reference_for_each_head_dim(isa, dtype, head_dim):
     with using(isa):
         check_against_reference(Heads(6, 2, head_dim, dtype, torch.int8), [1, 130, 70, 600], [1, 30, 70, 2], 16)
@@ -315,6 +315,13 @@ def test_no_tokens_give_no_rows():
     assert batch.attend([(0, 0)])[0].shape == (0, 2, 16)
 
 
+def cache_of_zeros(num_blocks, num_kv_heads, block_size, head_dim):
+    return {
+        "k_cache": torch.zeros(num_blocks, num_kv_heads, head_dim // 2, block_size, 2, dtype=torch.bfloat16),
+        "v_cache": torch.zeros(num_blocks, num_kv_heads, block_size, head_dim, dtype=torch.bfloat16),
+    }
+
+
 class TestRefusals:
     def call(self, variant: AttentionVariant = PLAIN, **changes: torch.Tensor) -> torch.Tensor:
         heads = Heads(4, 2, 16, torch.bfloat16)
@@ -337,6 +344,10 @@ class TestRefusals:
             {"query_start": torch.tensor([0, 10, 20], dtype=torch.int32)},  # one sequence too many
             {"seq_lens": torch.tensor([[20]], dtype=torch.int32)},  # dimensions
             {"block_tables": torch.zeros(2, 2, dtype=torch.int32)},  # one sequence too many
+            {"query": torch.zeros(20, 0, 16, dtype=torch.bfloat16)},  # no heads
+            cache_of_zeros(4, 0, 16, 16),  # no key heads
+            cache_of_zeros(4, 2, 0, 16),  # no slots
+            cache_of_zeros(4, 2, 16, 0) | {"query": torch.zeros(20, 4, 0, dtype=torch.bfloat16)},  # no dimensions
             {"block_tables": torch.zeros(1, 4, dtype=torch.int32)[:, ::2]},  # strides
             {"k_cache": torch.zeros(4, 2, 6, 16, 4, dtype=torch.int8)},  # one int8 cache
             {

@@ -122,6 +122,10 @@ def test_what_does_not_fit_is_refused(isa):
             {"terms": DistanceTerms(torch.zeros(8, 4, 2), torch.zeros(8, 4, 3), torch.zeros(7, dtype=torch.int32))},
             {"query_start": torch.tensor([0, 2, 8], dtype=torch.int32)},
             {"variant": EncoderVariant(bias=bias)},
+            {"query": query[:, :0]},
+            {"query": query[..., :0], "key": key[..., :0], "value": value[..., :0]},
+            {"terms": DistanceTerms(torch.zeros(8, 4, 2), None, torch.tensor([0, 1, 0, 0, 0, 0, 0, 0, 2]).int())},
+            {"terms": DistanceTerms(None, torch.zeros(8, 4, 2), torch.tensor([-1, 1, 0, 0, 0, 0, 0, 0, 0]).int())},
         ):
             given = {"query": query, "key": key, "value": value, "query_start": query_start, "seq_lens": seq_lens}
             with pytest.raises(KernelError):
@@ -156,6 +160,7 @@ def test_embeddings_that_a_table_does_not_have_are_refused(isa):
             [(table, ids)] * 4,
             [(table, ids), (table.bfloat16(), ids)],
             [(table, ids), (table, ids[:1])],
+            [(table, ids), (table[:0], None)],
         ):
             with pytest.raises(KernelError):
                 kernels.embedding_norm(tables, weight, None, 1e-12)

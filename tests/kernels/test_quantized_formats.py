@@ -169,6 +169,17 @@ def test_integers_and_scales_that_do_not_fit_are_refused(wrong):
         kernels.pack_integers(**(given | wrong))
 
 
+@pytest.mark.parametrize("scale_range", [96, 2**31, 2**40, 2**70])
+def test_a_scale_range_beyond_the_columns_is_one_of_all_columns(scale_range):
+    integers = torch.randint(0, 256, (3, 80), dtype=torch.uint8)
+    given = in_bytes(integers, 8), torch.rand(3, 1), None, torch.float32
+    x = torch.randn(2, 80)
+    products = [kernels.matmul(x, kernels.pack_integers(*given, each)) for each in (80, scale_range)]
+    assert torch.equal(*products)
+    sizes = {kernels.quantized_bytes(3, 80, "u8_float", each) for each in (96, scale_range)}
+    assert len(sizes) == 1
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_the_columns_of_x_may_be_read_in_another_order(isa):
     generator = torch.Generator().manual_seed(3)

@@ -121,11 +121,12 @@ def encoder_attention(
 
 
 def _are_heads(backend: Backend, x: Tensor, query: Tensor) -> bool:
-    """Whether the heads of each token of x lie together, as many tokens as the query has, and of its width."""
+    """Whether x has heads, and those of each token lie together: as many tokens as the query has, and of its width."""
     shape, like = x.shape, query.shape
     return (
         len(shape) == 3
         and len(like) == 3
+        and min(shape[1:]) > 0
         and x.dtype is query.dtype
         and (shape[0], shape[2]) == (like[0], like[2])
         and (x.is_contiguous() or x.stride()[1:] == (shape[2], 1))
@@ -220,8 +221,8 @@ _TAKES = (
 )
 _ENCODER_TAKES = (
     "query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim] float32 or bfloat16 "
-    "with each token's heads contiguous, num_heads a multiple of num_kv_heads and heads of whole four bytes, int32 "
-    "query_start [num_seqs + 1] and seq_lens [num_seqs], contiguous float32 slopes [num_heads] and bias [num_heads, "
-    "2 * reach + 16] or None, terms of float32 [num_tokens, num_heads, num_terms] and int32 [2 * reach + 1] or None, "
-    "all on one device"
+    "with each token's heads contiguous, num_heads a multiple of num_kv_heads, none of them 0, and heads of whole four "
+    "bytes, int32 query_start [num_seqs + 1] and seq_lens [num_seqs], contiguous float32 slopes [num_heads] and bias "
+    "[num_heads, 2 * reach + 16] or None, terms of float32 [num_tokens, num_heads, num_terms] and int32 "
+    "[2 * reach + 1] or None, all on one device"
 )

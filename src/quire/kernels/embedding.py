@@ -94,7 +94,7 @@ def embedding_norm(
     if (
         ids is None
         or len(tables) > _MAX_TABLES
-        or any(not _is_table(backend, t, table) or not _are_ids(backend, i, ids) for t, i in tables)
+        or any(not _is_table(backend, t, table) or not _are_ids(backend, i, ids, t) for t, i in tables)
         or any(not _is_vector(backend, w, table) for w in (weight, bias) if w is not None)
     ):
         given: dict[str, object] = {f"table {i}": each for i, (each, _) in enumerate(tables)}
@@ -116,9 +116,10 @@ def _is_table(backend: Backend, table: Tensor, first: Tensor) -> bool:
     return table.dtype in DTYPES and is_like_first and table.is_contiguous() and backend.holds(table)
 
 
-def _are_ids(backend: Backend, ids: Tensor | None, first: Tensor) -> bool:
+def _are_ids(backend: Backend, ids: Tensor | None, first: Tensor, table: Tensor) -> bool:
+    """Whether they are like the ids of the first table; None needs a row that is added to all tokens."""
     if ids is None:
-        return True
+        return len(table) > 0
     return (ids.dtype is torch.int64 and ids.shape == first.shape and len(ids.shape) == 1) and (
         ids.is_contiguous() and backend.holds(ids)
     )
@@ -131,7 +132,8 @@ def _is_vector(backend: Backend, weight: Tensor, table: Tensor) -> bool:
 
 _EMBEDDING_NORM_TAKES = (
     "one to three tables [num_rows, width] float32 or bfloat16 of one dtype, contiguous, with contiguous ids "
-    "[num_tokens] int64 of the first and of others or None, and float32 weight (and bias) [width], on one device"
+    "[num_tokens] int64 of the first and of others or, where they have rows, None, and float32 weight (and bias) "
+    "[width], on one device"
 )
 _POOL_ROWS_TAKES = (
     f"at least one row x [num_rows, width] float32 or bfloat16, contiguous, and one of {', '.join(POOLINGS)}"

@@ -32,7 +32,7 @@ def block_size(format: str) -> tuple[int, int]:
 
 def quantized_bytes(n: int, k: int, format: str, scale_range: int = 0) -> int:
     """The size of a quantized weight [n, k] on the CPU."""
-    return backend_for("cpu").quantized_bytes(n, k, format, scale_range)
+    return backend_for("cpu").quantized_bytes(n, k, format, _within(scale_range, k))
 
 
 def mapped_weight(n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight:
@@ -129,9 +129,14 @@ def pack_integers(
         )
         raise refusal("pack_integers", takes, parts=parts, scales=scales, zeros=zeros, scale_range=scale_range)
     format = integer_format(bits, scales.dtype, has_zeros=zeros is not None)
-    scale_range = 0 if is_float4 else -(-scale_range // 32) * 32
+    scale_range = 0 if is_float4 else _within(scale_range, k)
     packed = _finite(backend_of(scales).pack_integers(parts, scales, zeros, dtype, format, scale_range))
     return packed if order is None else dataclasses.replace(packed, order=order)
+
+
+def _within(scale_range: int, k: int) -> int:
+    """The range as kernels take it: a multiple of 32, of which k columns need no more. 0 stays 0."""
+    return -(-min(scale_range, max(k, 1)) // 32) * 32
 
 
 def _fits(part: PlacedIntegers, bits: int, k: int) -> bool:

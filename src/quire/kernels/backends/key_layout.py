@@ -93,7 +93,7 @@ def _block_rows(buffer: Tensor, num_blocks: int, block_bytes: int) -> Tensor:
 
 def is_layer_cache(k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether these are a layer's caches as `make_layer_cache` makes them, or separate ones of the same shape."""
-    if v_cache.dim() != 4 or k_cache.dim() != 5 or not _holds(v_cache.dtype) or not v_cache.shape[0]:
+    if v_cache.dim() != 4 or k_cache.dim() != 5 or not _holds(v_cache.dtype) or min(v_cache.shape) < 1:
         return False
     num_blocks, num_kv_heads, block_size, head_dim = v_cache.shape
     lanes, pack = _lanes(head_dim, v_cache.dtype)

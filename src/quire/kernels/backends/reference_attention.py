@@ -128,6 +128,9 @@ def encoder_attention(
     starts, group = query_start.tolist(), query.shape[1] // key.shape[1]
     if starts[0] != 0 or starts[-1] != len(query) or seq_lens.tolist() != query_start.diff().tolist():
         raise KernelError(f"encoder_attention: query_start {starts} does not part {len(query)} rows as seq_lens does")
+    if terms is not None:
+        tables = [table for table in (terms.of_query, terms.of_key) if table is not None]
+        check_range("encoder_attention: term", terms.term, tables[0].shape[2])
     for start, end in pairwise(starts):
         rows, positions = slice(start, end), torch.arange(end - start, device=query.device)
         keys, values = (t[rows].float().repeat_interleave(group, dim=1) for t in (key, value))

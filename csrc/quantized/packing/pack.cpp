@@ -1,4 +1,4 @@
-#include "quantized/pack.h"
+#include "quantized/packing/pack.h"
 
 #include <algorithm>
 #include <atomic>

@@ -1,4 +1,4 @@
-#include "quantized/factors.h"
+#include "quantized/packing/factors.h"
 
 #include <algorithm>
 #include <cmath>

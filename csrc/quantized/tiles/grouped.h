@@ -2,9 +2,9 @@
 // registers, and the choice of a tile.
 #pragma once
 
-#include "quantized/tile.h"
+#include "quantized/tiles/tile.h"
 #if defined(QUIRE_SIMD_NEON)
-#include "quantized/neon_tile.h"
+#include "quantized/tiles/neon.h"
 #endif
 
 namespace quire::QUIRE_ISA {
@@ -139,7 +139,7 @@ struct GroupedTile {
 
 #elif defined(QUIRE_SIMD_AVX2)
 // The same in vectors of 256 bits. Sums stay in memory: registers are for the products of all rows with a group, which
-// are made in one of the ways of quantized/quads.h.
+// are made in one of the ways of quantized/tiles/quads.h.
 template <int kBits, bool kHasTable, int kGroup, typename Sums = ByteSums>
 struct GroupedTile {
   static constexpr TileShape kShape = kGroupedShape;

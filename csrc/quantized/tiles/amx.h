@@ -1,10 +1,10 @@
-// Products on tiles (isa/amx.h) of weights of 8 bits whose groups are all of k. Smaller groups would spend more time on
-// the scales of their sums than tiles save.
+// Products on tiles (isa/x86/amx.h) of weights of 8 bits whose groups are all of k. Smaller groups would spend more
+// time on the scales of their sums than tiles save.
 #pragma once
 
-#include "matmul/amx_tiles.h"
-#include "quantized/tile.h"
-#include "quantized/unpack.h"
+#include "matmul/tiles/amx.h"
+#include "quantized/tiles/tile.h"
+#include "quantized/tiles/unpack.h"
 
 namespace quire::QUIRE_ISA {
 

@@ -5,8 +5,8 @@
 
 namespace quire::QUIRE_ISA {
 
-// KeyLane<int8_t> of attention/tile.h. Queries are int16, fours of them as their four lower bytes, unsigned, and then
-// their upper ones. Sums may wrap around on the way.
+// KeyLane<int8_t> of attention/tiles/tile.h. Queries are int16, fours of them as their four lower bytes, unsigned, and
+// then their upper ones. Sums may wrap around on the way.
 struct ByteKeys {
   using Query = int16_t;
   using Vector = i32;

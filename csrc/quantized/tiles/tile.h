@@ -1,9 +1,9 @@
 // Tiles of a product on quantized weights: rows of quantized x times a piece of a panel (quantized/matmul.h).
 #pragma once
 
-#include "matmul/tiles.h"
-#include "quantized/quads.h"
-#include "quantized/unpack.h"
+#include "matmul/tiles/tile.h"
+#include "quantized/tiles/quads.h"
+#include "quantized/tiles/unpack.h"
 
 namespace quire::QUIRE_ISA {
 

@@ -1,5 +1,5 @@
-// The products of attention on tiles (isa/amx.h): blocks of keys lie in the cache as tiles want units, and values in
-// pairs of keys are such units too. Up to kAmxMostRows rows at once.
+// The products of attention on tiles (isa/x86/amx.h): blocks of keys lie in the cache as tiles want units, and values
+// in pairs of keys are such units too. Up to kAmxMostRows rows at once.
 //
 // A step adds up 32 dimensions of a score, or 32 keys of an output, at absolute places. What a row does not see has
 // probability 0 and changes nothing, so that a row has the same sums beside any others.
@@ -7,8 +7,8 @@
 
 #include "attention/look_ahead.h"
 #include "attention/plan.h"
-#include "attention/tile.h"
-#include "isa/amx.h"
+#include "attention/tiles/tile.h"
+#include "isa/x86/amx.h"
 
 #if !defined(QUIRE_AMX)
 

@@ -1,7 +1,7 @@
 // Tiles of a product of bf16 that multiply matrices of 2 x 4 by 4 x 2 (bfmmla of FEAT_BF16).
 #pragma once
 
-#include "matmul/tiles.h"
+#include "matmul/tiles/tile.h"
 
 namespace quire::QUIRE_ISA {
 

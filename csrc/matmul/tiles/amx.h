@@ -1,12 +1,12 @@
-// Products of tiles (isa/amx.h): rows of x times the panels of a packed or quantized weight, whose units of four bytes
-// lie as tiles want them.
+// Products of tiles (isa/x86/amx.h): rows of x times the panels of a packed or quantized weight, whose units of four
+// bytes lie as tiles want them.
 //
 // A step is what one product of tiles adds up: 16 units of k. Of bf16 a step is a sum of its own, the even elements and
 // the odd ones each in order, that is then added to those before. A row has the same steps in any batch.
 #pragma once
 
-#include "isa/amx.h"
-#include "matmul/tiles.h"
+#include "isa/x86/amx.h"
+#include "matmul/tiles/tile.h"
 
 namespace quire::QUIRE_ISA {
 

@@ -1,4 +1,4 @@
-#include "quantized/take_rows.h"
+#include "quantized/packing/take_rows.h"
 
 #include <algorithm>
 #include <array>

@@ -5,14 +5,14 @@
 
 #include <utility>
 
-#include "attention/exp2.h"
 #include "attention/plan.h"
-#include "isa/amx.h"
+#include "attention/tiles/exp2.h"
+#include "attention/tiles/int8_lanes.h"
 #include "isa/rows.h"
 #include "isa/simd.h"
-#include "quantized/int8_lanes.h"
+#include "isa/x86/amx.h"
 #if defined(QUIRE_NEON_I8MM)
-#include "attention/neon_keys.h"
+#include "attention/tiles/neon_keys.h"
 #endif
 
 namespace quire::QUIRE_ISA {

@@ -1,7 +1,7 @@
 // The tasks of a product of bf16 on tiles: what run_task of matmul/matmul.h is elsewhere.
 #pragma once
 
-#include "matmul/amx_tiles.h"
+#include "matmul/tiles/amx.h"
 
 namespace quire::QUIRE_ISA {
 

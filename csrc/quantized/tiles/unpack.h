@@ -2,7 +2,7 @@
 #pragma once
 
 #include "isa/simd.h"
-#include "matmul/tiles.h"
+#include "matmul/tiles/tile.h"
 #include "quantized/layout.h"
 
 namespace quire::QUIRE_ISA {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "quantized/matmul.h"
-#include "quantized/panel.h"
+#include "quantized/rotation.h"
 
 namespace quire::QUIRE_ISA {
 
@@ -171,12 +171,5 @@ static bool quantize(const void* weight, int64_t stride, const QuantizedShape& s
   if (shape.k > 0) parallel_for(shape.panels(), task);
   return is_finite;
 }
-
-static constexpr QuantizedTable kQuantized = {
-    .rows_bytes = quantized_rows_bytes,
-    .quantize = {{quantize<8, float>, quantize<8, bf16>}, {quantize<4, float>, quantize<4, bf16>}},
-    .matmul = {quantized_matmul<float>, quantized_matmul<bf16>},
-    .gather = {gather_quantized<float>, gather_quantized<bf16>},
-};
 
 }  // namespace quire::QUIRE_ISA

@@ -2,7 +2,7 @@
 // units of four values at a time.
 #pragma once
 
-#include "quantized/tile.h"
+#include "quantized/tiles/tile.h"
 
 namespace quire::QUIRE_ISA {
 

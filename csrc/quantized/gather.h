@@ -2,7 +2,7 @@
 #pragma once
 
 #include "quantized/rotation.h"
-#include "quantized/unpack.h"
+#include "quantized/tiles/unpack.h"
 
 namespace quire::QUIRE_ISA {
 
