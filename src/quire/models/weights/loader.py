@@ -153,6 +153,14 @@ def whole_model(config: ModelConfig, checkpoint: Checkpoint | None = None) -> Mo
     return build_model(config, checkpoint or open_weights(config))
 
 
+def check_weights(config: ModelConfig) -> None:
+    """Raise CheckpointError, as load_model would, unless the checkpoint has the weights of the model that its config
+    describes, and no others. Reads headers, no weights."""
+    checkpoint = open_weights(config)
+    model = whole_model(config, checkpoint)
+    _check(config, checkpoint, names_in_checkpoint(model, config, checkpoint), assignments(model))
+
+
 def weight_bytes(config: ModelConfig) -> int:
     """Memory the weights will take, as the layers keep them. Reads headers, no weights."""
     model = build_model(dataclasses.replace(config, max_model_len=1), open_weights(config))
