@@ -4,11 +4,11 @@
 
 The engine runs the embedded model in small caches, so that requests share prefixes, wait, are swapped and recomputed.
 Each injection runs a workload (greedy and sampled requests, samples, beams, grammars, stop strings, processors,
-log-probabilities, scores, or vectors of a model that pools) with one fault, chosen by the seed: at a fault point of
-`quire.common.faults`, in a native kernel's allocation, or in the executor whenever a certain request runs. Afterwards
-every other request must have the same output, to the last bit of its log-probabilities and vectors, as without the
-fault; a fault in the common work of a step must have ended no request; block accounting must be consistent after every
-step; and no block may be in use at the end.
+log-probabilities and scores, or of a model that pools vectors, classes and scores) with one fault, chosen by the seed:
+at a fault point of `quire.common.faults`, in a native kernel's allocation, or in the executor whenever a certain
+request runs. Afterwards every other request must have the same output, to the last bit of its log-probabilities and
+vectors, as without the fault; a fault in the common work of a step must have ended no request; block accounting must be
+consistent after every step; and no block may be in use at the end.
 Prints counts by fault point and a line of JSON. `--only` repeats injections by their numbers.
 """
 
@@ -35,7 +35,7 @@ from quire.common.faults import Fault, Injected, inject
 from quire.runner.memory_plan import plan_memory
 from quire.runner.worker import Worker
 from quire.text.tokenizer.tokenizer import Tokenizer
-from reliability.injection_workloads import Wish, pooling_workload, workload
+from reliability.injection_workloads import POOLING_TASKS, Wish, pooling_checkpoint, wishes_of
 from reliability.page import record, table
 
 NUM_WORKLOADS = 24
@@ -67,9 +67,12 @@ SETUPS: dict[str, dict[str, Any]] = {
     "fair": {"num_gpu_blocks_override": 14, "num_host_blocks": 10, "scheduling_policy": "fair"},
     "by prefix": {"num_gpu_blocks_override": 24, "num_host_blocks": 0, "scheduling_policy": "prefix"},
     "uncached": {"num_gpu_blocks_override": 12, "num_host_blocks": 40, "enable_prefix_caching": False},
-    "pooling": {"num_gpu_blocks_override": 14, "num_host_blocks": 10, "scheduling_policy": "fair", "runner": "pooling"},
+    "embedding": {"num_gpu_blocks_override": 14, "num_host_blocks": 10, "scheduling_policy": "fair"},
+    "scoring": {"num_gpu_blocks_override": 12, "num_host_blocks": 0, "scheduling_policy": "prefix"},
+    "classifying": {"num_host_blocks": 0},
 }
-"""Configurations of the engine: its arguments, and the blocks of the host tier."""
+"""Configurations of the engine: its arguments, and the blocks of the host tier. Models that are named in POOLING_TASKS
+pool."""
 
 Said = list[tuple[Any, ...]]
 """The output of a request: tokens, text, reasons and log-probabilities of each sequence."""
@@ -121,12 +124,12 @@ class Scene:
 
     def __init__(self) -> None:
         self.engines = {setup: make_engine(setup) for setup in SETUPS}
-        self._expected: dict[tuple[int, bool], Outcome] = {}
+        self._expected: dict[tuple[int, str | None], Outcome] = {}
         self._passes: dict[tuple[int, str], dict[str, int]] = {}
 
     def expected(self, number: int, setup: str) -> Outcome:
         """The outcome of a workload without faults."""
-        return self._expected[number, pools(setup)]
+        return self._expected[number, pooled_by(setup)]
 
     def renew(self, setup: str) -> None:
         """Replace a broken engine by a new one."""
@@ -141,7 +144,7 @@ class Scene:
                 points = sorted((OWN | COMMON) - {"memory.native"})
                 counting = [stack.enter_context(inject(Fault(point, after=10**9))) for point in points]
                 outcomes.append(self.run(wishes, setup, fresh_grammars=True))
-            expected = self._expected.setdefault((number, pools(setup)), outcomes[0])
+            expected = self._expected.setdefault((number, pooled_by(setup)), outcomes[0])
             assert all(outcome.said == expected.said for outcome in outcomes), "equal requests have different outputs"
             assert not expected.errors, expected.errors
             passed = {injected.fault.point: injected.num_passed for injected in counting}
@@ -186,20 +189,17 @@ class Scene:
         ] + [(output.prompt_logprobs, None if output.pooled is None else output.pooled.tobytes())]
 
 
-def pools(setup: str) -> bool:
-    """Whether the engines of a configuration pool."""
-    return SETUPS[setup].get("runner") == "pooling"
-
-
-def wishes_of(number: int, setup: str) -> list[Wish]:
-    """The requests of a workload for engines of this configuration."""
-    return pooling_workload(number) if pools(setup) else workload(number)
+def pooled_by(setup: str) -> str | None:
+    """The model that pools in the engines of a configuration; None if they generate."""
+    return setup if setup in POOLING_TASKS else None
 
 
 def make_engine(setup: str) -> LLMEngine:
     """Make an engine with a model of its own."""
     given = dict(SETUPS[setup])
     num_host_blocks = given.pop("num_host_blocks")
+    if setup in POOLING_TASKS:
+        given |= {"model": pooling_checkpoint(setup), "runner": "pooling"}
     plan = plan_memory(EngineArgs(**SMALL, **given))
     plan = dataclasses.replace(plan, kv_cache=dataclasses.replace(plan.kv_cache, num_host_blocks=num_host_blocks))
     config = plan.config
@@ -277,7 +277,7 @@ def _who_ends(injection: Injection, injected: Injected, outcome: Outcome) -> Col
     fault = injected.fault
     if fault.action == "delay" or not injected.num_fired:
         return ()
-    if injection.point.startswith("memory.") and pools(injection.setup):
+    if injection.point.startswith("memory.") and injection.setup in POOLING_TASKS:
         return None  # it may hit the pooling of one text, which is that request's own work
     if injection.point in COMMON:
         return ()  # it fires twice at most, so the isolated candidates do not fail again
@@ -353,7 +353,7 @@ def inject_all(
             report.injected[injection.point] += 1
             report.fired[injection.point] += num_fired > 0
             report.ended[injection.point] += num_ended
-            report.num_requests += len(workload(injection.workload))
+            report.num_requests += len(wishes_of(injection.workload, injection.setup))
             if what is not None:
                 report.wrong.append((number, what))
                 show(f"injection {number}: {what}\n    {injection}")

@@ -169,6 +169,14 @@ def test_plan_reads_no_weights(tmp_path: Path, run: Run) -> None:
     assert run("plan", str(tmp_path / "config.json"))[0] == 2
 
 
+def test_plan_refuses_weights_that_do_not_fit_the_config(run: Run) -> None:
+    """As a server would, which reads the same headers before any weight."""
+    status, out, error = run("plan", "--hf-overrides", '{"intermediate_size": 100}')
+    assert (status, out) == (2, "")
+    assert "weight(s) of a wrong shape: " in error
+    assert "model.layers.0.mlp.up_proj.weight [768, 256] instead of [100, 256]" in error
+
+
 def test_bench_ends_with_exactly_the_promised_keys(run: Run, loaded: dict[str, Any]) -> None:
     arguments = ["--num-prompts", "3", "--input-len", "20", "--output-len", "5", "--dtype", "float32"]
     status, out, _ = run("bench", "throughput", "--model", "quire-tiny", *arguments)

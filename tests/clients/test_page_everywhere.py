@@ -35,6 +35,25 @@ OWNED_AND_SHARED = """canvas => {
   return [counts.owners / all, counts.shared / all];
 }"""
 """The shares of the canvas that have an owner's colour, and that are shared."""
+EVICTED_FROM_THE_FRONT = """async () => {
+  const { PrefixTree } = await import("/page/engine/tree.js");
+  const list = document.createElement("ul");
+  document.body.append(list);
+  const tree = new PrefixTree(list, document.createElement("p"));
+  const row = (id) => ({ id, children: [], size: 1, tokens: 16, refs: 0, hits: 1 });
+  const found = [];
+  for (let turn = 1; turn <= 24; turn += 1) {
+    const ids = Array.from({ length: 8 }, (_, i) => turn + i);
+    tree.forest = { roots: ids.map(row), numRuns: ids.length };
+    tree.render(turn);
+    const rows = [...list.querySelectorAll("[tabindex='0']")].map((item) => item.dataset.key);
+    found.push(`${rows} of ${list.firstElementChild.dataset.key}`);
+    if (turn === 1) list.firstElementChild.focus();
+    else if (!list.contains(document.activeElement)) found.push(`the focus is lost in turn ${turn}`);
+  }
+  return found;
+}"""
+"""The rows of the prefix tree that Tab reaches, and the first one, in each turn: each evicts what was first before."""
 SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 DRAWN_S = 60
 """A million blocks come in pieces, and a worker arranges them."""
@@ -113,3 +132,12 @@ def test_who_has_what_is_seen_at_every_size(chromium: Browser, num_blocks: int, 
 def keep_map(page, num_blocks: int) -> None:
     if folder := os.environ.get("QUIRE_SCREENSHOTS"):
         page.locator("section[aria-labelledby=blocks-title]").screenshot(path=Path(folder) / f"blocks-{num_blocks}.png")
+
+
+def test_one_row_of_the_prefix_tree_is_reached_by_tab_whatever_is_evicted(chromium: Browser) -> None:
+    """Only a quarter of the rows is updated at a time; the row that Tab reached may go when others are due."""
+    with page_server(SyntheticCache(682, 8), 0) as url, chromium.new_context() as context:
+        page = context.new_page()
+        page.goto(url)
+        found = page.evaluate(EVICTED_FROM_THE_FRONT)
+    assert found == [f"{turn} of {turn}" for turn in range(1, 25)]

@@ -57,3 +57,17 @@ def test_the_text_part_is_read_and_values_beside_it_count_first():
 def test_a_nested_config_without_its_text_part_is_incomplete():
     with pytest.raises(CheckpointError, match=r"config.json has no 'text_config': this checkpoint is incomplete"):
         standard(architectures=["Mistral3ForConditionalGeneration"])
+
+
+def test_a_text_part_within_the_text_part_is_refused():
+    text = {"hidden_size": 8}
+    for twice in ({"text_config": text}, text | {"text_config": {}}):
+        with pytest.raises(CheckpointError, match=r"config.json: 'text_config' holds another 'text_config', but must"):
+            standard(architectures=["Mistral3ForConditionalGeneration"], text_config=twice)
+
+
+def test_types_of_layers_are_a_list():
+    for given in (3, "full_attention", {"0": "full_attention"}, True):
+        with pytest.raises(CheckpointError, match=r"config.json: 'layer_types' is .*, but must be a list"):
+            standard(architectures=["LlamaForCausalLM"], layer_types=given)
+    assert standard(architectures=["LlamaForCausalLM"], layer_types=None)["layer_types"] is None

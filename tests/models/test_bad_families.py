@@ -169,10 +169,15 @@ def test_experts_and_routers_that_do_not_fit_are_named(variant: str, tmp_path: P
     assert "experts" in load(folder, values)
 
 
-@pytest.mark.parametrize("architecture", sorted(set(NESTED.values())))
-def test_a_nested_config_without_its_text_part_is_refused(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("variant", "architecture"), NESTED.items())
+def test_a_nested_config_without_its_text_part_is_refused(variant: str, architecture: str, tmp_path: Path) -> None:
     outer = {"architectures": [architecture], "vision_config": {"hidden_size": 32}, "dtype": "float32"}
     assert "no 'text_config'" in refused(tmp_path, outer)
     parts: list[Any] = [[], "gemma", 3, {}]
     for part in parts:
         assert "text_config" in refused(tmp_path, outer | {"text_config": part})
+    text = {key: value for key, value in values_of(VARIANTS[variant][0])[0].items() if key != "architectures"}
+    ModelConfig.resolve(tmp_path, hf_overrides=outer | {"text_config": text})
+    for twice in ({"text_config": text}, text | {"text_config": text}, text | {"text_config": {}}):
+        said = refused(tmp_path, outer | {"text_config": twice})
+        assert "'text_config' holds another 'text_config'" in said

@@ -74,6 +74,23 @@ def test_an_embedder_in_both_directions_without_modules_pools_the_mean(tmp_path:
         np.testing.assert_allclose(output.outputs.data, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize(("architecture", "modes"), [("LlamaForSequenceClassification", ()), ("BertModel", ("last",))])
+def test_what_attends_in_both_directions_runs_whole_also_where_the_last_token_is_pooled(
+    architecture: str, modes: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Without a cache the second half of a text would be computed as if the first were not there."""
+    save(tmp_path, architecture, {"num_labels": 3} | (LLAMA | {"is_causal": False} if not modes else BERT))
+    if modes:
+        write_modules(tmp_path, {"pooling_mode_lasttoken": True})
+    texts = [" ".join(f"w{i}" for i in range(first, first + 5)) for first in range(6)]
+    with run(tmp_path, max_num_batched_tokens=16, max_model_len=16) as llm:
+        assert llm.engine.plan.kv_cache.keeps_nothing
+        alone = [llm.encode([text], use_tqdm=False, pooling_task=llm.engine.pooler.tasks[0])[0] for text in texts]
+        together = llm.encode(texts, use_tqdm=False, pooling_task=llm.engine.pooler.tasks[0])
+        for one, other in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(one.outputs.data, other.outputs.data)
+
+
 def test_a_model_in_both_directions_does_not_generate(tmp_path: Path) -> None:
     save(tmp_path, "Qwen2ForCausalLM", LLAMA | {"is_causal": False})
     with pytest.raises(UnsupportedModelError, match=r"'is_causal' false\) is for models that pool"), run(tmp_path):

@@ -151,7 +151,7 @@ def test_a_server_from_its_start_to_its_end(config):
         drain(server, port, {"x-api-key": "sk-bob"})
         assert 'request_id": "mine"' in "".join(server.lines)
         messages = [json.loads(line)["message"] for line in server.lines]
-        assert any(re.match(r"loaded quire-tiny in .* with the kernels \w+$", message) for message in messages), (
+        assert any(re.match(r"loaded quire-tiny in .* with the kernels \w+(;|$)", message) for message in messages), (
             "the engine process's too"
         )
 

@@ -1,4 +1,5 @@
-"""Show how memory would be used (weights, activations, KV cache) and what fits into the cache. Reads no weights.
+"""Show how memory would be used (weights, activations, KV cache) and what fits into the cache. Reads no weights, but
+compares their names, shapes and dtypes with the config.
 
 With --fleet, find the smallest number of such engines that keeps limits of latency on a trace, by simulation.
 """
@@ -46,13 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the memory plan, or the fleet."""
-    from quire.runner.memory_plan import plan_memory  # loads torch
+    from quire.models.weights.loader import check_weights  # loads torch
+    from quire.runner.memory_plan import plan_memory
 
     if options.fleet is None and (options.slo is not None or options.costs is not None or options.plot is not None):
         raise ConfigError("--slo, --costs and --plot are of a fleet: give --fleet TRACE as well")
     if options.fleet is not None:
         return _plan_fleet(options)
     plan = plan_memory(EngineArgs(**engine_kwargs(options)))
+    for model in filter(None, (plan.config.model, plan.config.draft)):
+        check_weights(model)
     has_unused = plan.config.draft is None and has_mtp_layer(plan.config.model)
     if options.json:
         print(json.dumps(plan.to_dict() | {"has_unused_mtp_layer": has_unused}))

@@ -63,11 +63,12 @@ def _copied(vectors: Pooled) -> Pooled:
     return copied
 
 
-def pooler_info(pooler: Pooler, hf: HFConfig, max_whole_tokens: int) -> PoolerInfo:
-    """What the pooler can make, for the checks of requests."""
+def pooler_info(pooler: Pooler, hf: HFConfig, max_whole_tokens: int, *, keeps_nothing: bool) -> PoolerInfo:
+    """What the pooler can make, for the checks of requests. `keeps_nothing`: the model's layers have no cache, so that
+    no text can be computed in pieces, whichever of its hidden states the pooler needs."""
     return PoolerInfo(
         tasks=pooler.tasks,
-        whole_tasks=tuple([task for task in pooler.tasks if pooler.needs_all_rows(task)]),
+        whole_tasks=tuple([task for task in pooler.tasks if keeps_nothing or pooler.needs_all_rows(task)]),
         max_whole_tokens=max_whole_tokens,
         dimensions=pooler.dimensions,
         matryoshka=_matryoshka(hf),

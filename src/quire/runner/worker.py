@@ -63,7 +63,8 @@ class Worker:
         """What the model can make of texts; None if it generates."""
         if isinstance(loaded, PoolingModel):
             longest = kv_cache.max_chunk or model.max_model_len
-            self.pooler = pooler_info(loaded.pooler, model.hf_config, longest)
+            nothing = kv_cache.keeps_nothing
+            self.pooler = pooler_info(loaded.pooler, model.hf_config, longest, keeps_nothing=nothing)
         self.runner = ModelRunner(
             loaded,
             self.cache_engine.layers,

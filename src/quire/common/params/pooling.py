@@ -63,7 +63,8 @@ class PoolerInfo(msgspec.Struct, frozen=True):
 
     tasks: tuple[PoolingTask, ...]
     whole_tasks: tuple[PoolingTask, ...]
-    """Those that need the hidden states of all tokens: their texts run whole, in a single step."""
+    """Those that need the hidden states of all tokens, or all tasks of a model without a cache: their texts run whole,
+    in a single step."""
     max_whole_tokens: int
     """Largest number of tokens of a text that runs whole."""
     dimensions: int | None = None

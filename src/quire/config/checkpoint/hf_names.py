@@ -52,8 +52,9 @@ _NESTED = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
 
 def standard_names(hf: HFConfig) -> HFConfig:
     """The same values, and those that have another name under the one that Quire reads too; of a model for text and
-    images, the values of its text part. Raises CheckpointError for a config that lacks that part, and
-    UnsupportedModelError for one that names another type of layers than Quire has, whether its family has types or not.
+    images, the values of its text part. Raises CheckpointError for a config that lacks that part or has it twice, or
+    whose types of layers are no list, and UnsupportedModelError for one that names another type of layers than Quire
+    has, whether its family has types or not.
     """
     architecture = _architecture(hf)
     stated = _text_values(hf) if architecture in _NESTED else dict(hf)
@@ -69,7 +70,11 @@ def standard_names(hf: HFConfig) -> HFConfig:
 
 
 def _check_layer_types(types: Any, source: str) -> None:
-    if unknown := {str(name) for name in types if name not in LAYER_TYPES} if isinstance(types, list) else set():
+    if types is None:
+        return
+    if not isinstance(types, list):
+        raise CheckpointError(f"{source}: 'layer_types' is {str(types)[:80]!r}, but must be a list of types of layers")
+    if unknown := {str(name) for name in types if name not in LAYER_TYPES}:
         raise UnsupportedModelError(f"{source}: layer_types {sorted(unknown)}: supported are " + ", ".join(LAYER_TYPES))
 
 
@@ -97,6 +102,10 @@ def _text_values(hf: HFConfig) -> dict[str, Any]:
         raise CheckpointError(f"{hf.source} has no {_TEXT_PART!r}: this checkpoint is incomplete")
     if not text:
         return dict(hf)  # saved by Quire
+    if text.get(_TEXT_PART) is not None:
+        raise CheckpointError(
+            f"{hf.source}: {_TEXT_PART!r} holds another {_TEXT_PART!r}, but must hold the values of the text model"
+        )
     logger.info("%s describes a model that reads images too: Quire loads its text model alone", hf.source)
     outer = {name: value for name, value in hf.items() if name != _TEXT_PART and value is not None}
     return {**text, **outer}

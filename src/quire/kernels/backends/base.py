@@ -113,6 +113,11 @@ class Backend(Protocol):
         nothing: kernels run on the default threads, which all callers share.
         """
 
+    def reading_rate(self, weights: Sequence[Tensor]) -> float | None:
+        """The bytes per second at which the threads of this thread's kernels together read weights, measured on these
+        in less than 20 ms. None for so few bytes that a cache may hold them, for those that a disk has to read, and if
+        this backend does not measure it."""
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for an output, from the workspace that this thread has entered, or of its own."""
 

@@ -80,6 +80,9 @@ class ReferenceBackend:
         _refuse_pinning(cpus)
         return nullcontext() if count is None else TorchThreads(count)
 
+    def reading_rate(self, weights: Sequence[Tensor]) -> None:
+        return None
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         fault_point("memory.workspace")
         return torch.empty(shape, dtype=dtype, device=self._device)

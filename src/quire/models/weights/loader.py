@@ -25,6 +25,7 @@ from quire.models.layers.linear import Projection
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 from quire.models.registry import class_of
 from quire.models.weights.quantization import choose_formats
+from quire.models.weights.reading import reading_limit
 from quire.models.weights.stacked import MODULE_STACKS, UnstackedCheckpoint
 
 _MAX_NAMED = 20
@@ -71,7 +72,9 @@ def load_model(config: ModelConfig, ranks: kernels.Ranks | None = None) -> Model
             loader.fill(layer)
             advance(loader.num_bytes(layer))
     seconds = time.perf_counter() - started
-    logger.info("loaded %s in %.2f s, to run with the kernels %s", config.model, seconds, kernels.isa())
+    limit = reading_limit(model)
+    note = "" if limit is None else f"; {limit}"
+    logger.info("loaded %s in %.2f s, to run with the kernels %s%s", config.model, seconds, kernels.isa(), note)
     return model.eval()
 
 
@@ -148,6 +151,14 @@ def whole_model(config: ModelConfig, checkpoint: Checkpoint | None = None) -> Mo
     """All layers of the model, also if the config is a stage's, to look at: without weights."""
     config = dataclasses.replace(config, max_model_len=1, layers=None)
     return build_model(config, checkpoint or open_weights(config))
+
+
+def check_weights(config: ModelConfig) -> None:
+    """Raise CheckpointError, as load_model would, unless the checkpoint has the weights of the model that its config
+    describes, and no others. Reads headers, no weights."""
+    checkpoint = open_weights(config)
+    model = whole_model(config, checkpoint)
+    _check(config, checkpoint, names_in_checkpoint(model, config, checkpoint), assignments(model))
 
 
 def weight_bytes(config: ModelConfig) -> int:

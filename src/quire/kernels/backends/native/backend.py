@@ -23,6 +23,7 @@ from quire.kernels.backends.native.arguments import (
 from quire.kernels.backends.native.encoder import NativeEncoderKernels
 from quire.kernels.backends.native.latent import NativeLatentKernels
 from quire.kernels.backends.native.lora import pack_lora
+from quire.kernels.backends.native.reading import reading_rate
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import WeightMemory, Workspace, empty, zeroed_blocks
 from quire.kernels.experts.weights import SCORINGS, ExpertFiles, ExpertRows, ExpertWeights, Routing
@@ -64,6 +65,9 @@ class NativeBackend:
 
     def threads(self, count: int | None, cpus: Sequence[int] = ()) -> AbstractContextManager[object]:
         return self.native.ThreadPool(count or len(cpus), cpus) if count or cpus else nullcontext()
+
+    def reading_rate(self, weights: Sequence[Tensor]) -> float | None:
+        return reading_rate(self.native, weights)
 
     def graph(self) -> KernelGraph:
         return KernelGraph(self.native.KernelGraph())

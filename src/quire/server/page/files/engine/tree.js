@@ -27,6 +27,8 @@ export class PrefixTree {
     }
     const most = Math.max(1, ...rows.map((row) => row.hits));
     if (!rows.some((row) => row.id === this.focused)) this.focused = rows.length ? rows[0].id : null;
+    // Of all rows, also those whose turn it is not: one of them must be reached by Tab, or the list cannot be scrolled by keys.
+    for (const item of this.list.children) this.#setReach(item, Number(item.dataset.key));
     keyed(this.list, rows, (row) => row.id, () => this.#make(), (item, row) => this.#update(item, row, most), turn);
     setText(this.note, rows.length === 0 ? "The cache is empty." : forest.numRuns > rows.length ? `and ${count(forest.numRuns - rows.length)} more runs, folded or further down` : "");
   }
@@ -50,9 +52,13 @@ export class PrefixTree {
     setText(hits, plural(row.hits, "hit"));
     weight.style.backgroundSize = `${((100 * row.hits) / most).toFixed(0)}% 100%`;
     setAttribute(item, "aria-level", row.depth);
-    setAttribute(item, "tabindex", row.id === this.focused ? 0 : -1);
+    this.#setReach(item, row.id);
     if (row.children.length) setAttribute(item, "aria-expanded", !folded);
     else item.removeAttribute("aria-expanded");
+  }
+
+  #setReach(item, id) {
+    setAttribute(item, "tabindex", id === this.focused ? 0 : -1);
   }
 
   #fold(item, fold) {
