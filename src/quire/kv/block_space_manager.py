@@ -180,6 +180,10 @@ class BlockSpaceManager:
         """Whether the sequence is known to hold `num_tokens` tokens as it is; if not, `can_append` finds out."""
         return num_tokens <= self._sequences[seq_id].num_writable
 
+    def num_writable(self, seq_id: int) -> int:
+        """The most tokens for which `has_room` is true."""
+        return self._sequences[seq_id].num_writable
+
     def can_append(self, seq_id: int, num_computed_tokens: int, num_tokens: int, num_left: int = 0) -> bool:
         """Whether the sequence can hold `num_tokens` tokens in all and write those that are not computed yet, so that
         `num_left` blocks for each kind of layer remain for others."""

@@ -11,19 +11,18 @@ from quire.config.scheduler import SchedulerConfig
 from quire.config.speculative import SpeculativeConfig
 from quire.engine.drafting.drafting import Drafting
 from quire.engine.requests.output import OutputBuilder, SampleOutput
-from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
+from quire.engine.requests.sequence import Sequence, SequenceGroup
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.step.commit import Committer
 from quire.interfaces.simulate.arrivals import Arrivals
 from quire.interfaces.simulate.beams import BeamChurn, ChurningBeams
-from quire.interfaces.simulate.decoding import Decodes, DecodeSteps
+from quire.interfaces.simulate.decoding import DecodeLane
 from quire.interfaces.simulate.fake_model import CostModel, FakeDrafter, FakeModel, StepCost
 from quire.interfaces.simulate.record import Record
 from quire.interfaces.simulate.trace import MAX_WIDTH, TraceRequest
 from quire.kv.block_space_manager import BlockSpaceManager
 
 _DRAWS = tuple(Draw(0.0, 0, 1.0, b"", index) for index in range(MAX_WIDTH))
-_RUNNING = SequenceStatus.RUNNING
 _BEAM_DRAWS = (Draw(0.0, 0, 1.0, b"", logprobs=1),) * MAX_WIDTH
 
 
@@ -67,8 +66,9 @@ class Simulator:
         self.on_end: Callable[[str], object] = lambda request_id: None
         """Called with the id of each request that ends."""
         self._new: dict[str, int] = {}  # length of the history of each request that waits for its first step
-        self._decoding = DecodeSteps(self.scheduler, self.committer, self.model)
-        self._step: tuple[Batch | Decodes, float] | None = None
+        self.lane = DecodeLane(self.scheduler, self.committer, self.model)
+        self._step: tuple[Batch | None, int, float] | None = None
+        """Of the step that runs, the batch, the number of requests in the lane beside it, and the seconds."""
 
     def _clock(self) -> float:
         return self.now_s
@@ -90,47 +90,54 @@ class Simulator:
         """Run one step of the engine and advance the clock by its duration."""
         self.now_s += self.begin_step()
         self.end_step()
-        self.record.look(self.now_s, self.scheduler, self.blocks)
+        if not self.scheduler.num_steps % self.record.steps_per_moment:
+            self.lane.catch_up()
+            self.record.look(self.now_s, self.scheduler, self.blocks)
 
     def begin_step(self) -> float:
         """Plan the next step and return the seconds that it takes, after which `end_step` is to be called."""
-        decodes = self._decoding.plan()
-        if decodes is not None:
-            context = sum([seq.num_computed_tokens for _, seq in decodes])
-            self._step = decodes, self.cost.decode_seconds(len(decodes), context)
-            return self._step[1]
-        contended = sum(count > 0 for count in self.record.backlog.values()) > 1
-        batch = self.scheduler.schedule()
-        self._note(batch, contended)
-        self._step = batch, self.cost.seconds(batch)
-        return self._step[1]
+        lane = self.lane
+        if lane.may_plan():
+            batch = lane.plan()
+        else:
+            lane.leave()
+            batch = self.scheduler.schedule()
+        if batch is not None:
+            self._note(batch)
+        num_decodes = len(lane)
+        step_s = self.cost.seconds(batch, num_decodes, lane.context)
+        self._step = batch, num_decodes, step_s
+        return step_s
 
     @property
     def num_step_tokens(self) -> int:
         """Number of tokens that the step that runs computes."""
-        step = None if self._step is None else self._step[0]
-        return step.num_tokens if isinstance(step, Batch) else len(step or ())
+        if self._step is None:
+            return 0
+        batch, num_decodes, _ = self._step
+        return num_decodes + (0 if batch is None else batch.num_tokens)
 
     def end_step(self) -> list[SequenceGroup]:
-        """End the step that has begun; returns the requests that got tokens or finished."""
+        """End the step that has begun; returns the requests that got tokens or finished, without those that the lane
+        had, which each got one."""
         assert self._step is not None, "no step has begun"
-        step, step_s = self._step
+        num_tokens, (batch, num_decodes, step_s) = self.num_step_tokens, self._step
         self._step = None
-        if isinstance(step, Batch):
-            self.scheduler.observe(step, step_s)
-            changed = self.committer.commit(step, self.model.execute(step))
+        if batch is None or num_decodes:
+            self.scheduler.step_time.observe(num_tokens, step_s)
         else:
-            self.scheduler.step_time.observe(len(step), step_s)
-            changed = self._decoding.commit(step)
-            for group, seq in step:
-                if seq.status is not _RUNNING:
+            self.scheduler.observe(batch, step_s)
+        ended = self.lane.commit()
+        changed = [] if batch is None else self.committer.apply(batch, self.model.execute(batch))
+        for group in ended:
+            self._finish(group)
+        if batch is not None:
+            for group in changed:
+                if group.is_finished:
                     self._finish(group)
-            return changed
-        for group in changed:
-            if group.is_finished:
-                self._finish(group)
-        for request_id in step.ignored:
-            self._ignore(self.unfinished[request_id][1])
+            for request_id in batch.ignored:
+                self._ignore(self.unfinished[request_id][1])
+            self.lane.join(changed)
         return changed
 
     def _submit(self, submitted_s: float, index: int, request: TraceRequest) -> None:
@@ -185,13 +192,17 @@ class Simulator:
         assert owner is not None, f"sequence {seq_id} is scheduled but gone"
         return owner
 
-    def _note(self, batch: Batch, contended: bool) -> None:
+    def _note(self, batch: Batch) -> None:
         """Record the tokens that each tenant gets in this step, and the requests that run for the first time."""
         for transfer in batch.transfers:
             if transfer.source_tier < transfer.target_tier:
                 self.record.num_swapped_out_blocks += len(transfer.pairs)
             else:
                 self.record.num_swapped_in_blocks += len(transfer.pairs)
+        contended = sum([count > 0 for count in self.record.backlog.values()]) > 1
+        if contended:
+            for group in self.lane.groups:
+                self.record.tenants[group.tenant].num_contended_tokens += 1
         if not contended and not self._new:
             return
         for scheduled in batch.sequences:

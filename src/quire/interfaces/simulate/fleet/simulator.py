@@ -37,6 +37,10 @@ class FleetEngine:
     """By request id, the number of tokens so far, for requests that may get several in a step."""
     ended: list[str] = field(default_factory=list)
     """The requests that have ended since the last step."""
+    decoding: list[Route] = field(default_factory=list)
+    """Of the requests in the lane of the simulator when the last step began."""
+    num_lane_changes: int = 0
+    """The lane's, for which `decoding` is right."""
     is_busy: bool = False
     """Whether a step runs."""
     num_tokens: int = 0
@@ -168,6 +172,9 @@ class FleetSimulator:
                 continue
             simulator.now_s = self.now_s
             step_s = simulator.begin_step()
+            if engine.num_lane_changes != simulator.lane.num_changes:
+                engine.num_lane_changes = simulator.lane.num_changes
+                engine.decoding = [engine.routes[group.request_id] for group in simulator.lane.groups]
             engine.is_busy = True
             engine.busy_s += step_s
             engine.num_tokens += simulator.num_step_tokens
@@ -182,6 +189,7 @@ class FleetSimulator:
         found, gone = engine.changes.take()
         self.router.index.add(engine.number, found)
         self.router.index.discard(engine.number, gone)
+        self.router.on_step(engine.decoding)
         routes, num_seen, on_tokens = engine.routes, engine.num_seen, self.router.on_tokens
         for group in changed:
             request_id, seqs = group.request_id, group.seqs
@@ -229,6 +237,7 @@ class FleetSimulator:
         self._forget(engine)
         for route in engine.routes.values():
             self.router.end(route)
+        engine.simulator.lane.leave()
         for request_id in list(engine.simulator.unfinished):
             request, group = engine.simulator.unfinished[request_id]
             prompt = group.outputs.prompt_token_ids
