@@ -74,7 +74,7 @@ class FakeModel:
         return StepResult(tuple(tokens), logprobs)
 
     def next_tokens(self, seq_id: int, start: int, token_id: int, index: int, num: int) -> list[int]:
-        """Return the next `num` tokens that a sequence draws, one after another, behind this one at position `start`."""
+        """Return the next `num` tokens that a sequence draws behind this one, which is at position `start`."""
         length, state = self._states.get(seq_id, (-1, None))
         if state is None or length != start:
             state = self._state(seq_id, start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 from quire.common.batch import Batch, Draw
 from quire.common.params import SamplingParams
@@ -21,9 +22,16 @@ from quire.interfaces.simulate.fake_model import CostModel, FakeDrafter, FakeMod
 from quire.interfaces.simulate.record import Record
 from quire.interfaces.simulate.trace import MAX_WIDTH, TraceRequest
 from quire.kv.block_space_manager import BlockSpaceManager
+from quire.kv.prefix_cache.content_hash import HashChain
 
 _DRAWS = tuple(Draw(0.0, 0, 1.0, b"", index) for index in range(MAX_WIDTH))
 _BEAM_DRAWS = (Draw(0.0, 0, 1.0, b"", logprobs=1),) * MAX_WIDTH
+
+
+@lru_cache(maxsize=4096)
+def _params(n: int, max_tokens: int, priority: int, tenant: str) -> SamplingParams:
+    """The parameters of requests, which share them, since checking them takes long and nothing changes them."""
+    return SamplingParams(n=n, temperature=0, max_tokens=max_tokens, detokenize=False, priority=priority, tenant=tenant)
 
 
 class Simulator:
@@ -144,8 +152,18 @@ class Simulator:
         history = self.arrivals.history(request)
         self.add(submitted_s, index, request, history + request.prompt_token_ids(index), len(history))
 
-    def add(self, submitted_s: float, index: int, request: TraceRequest, prompt: list[int], history_len: int) -> None:
-        """Add a new request with this prompt, whose first `history_len` tokens are an earlier conversation."""
+    def add(
+        self,
+        submitted_s: float,
+        index: int,
+        request: TraceRequest,
+        prompt: list[int],
+        history_len: int,
+        *,
+        chain: HashChain | None = None,
+    ) -> None:
+        """Add a new request with this prompt, whose first `history_len` tokens are an earlier conversation. `chain` has
+        the prompt's hashes, if they are known."""
         group = self._group(submitted_s, index, request, prompt)
         self.unfinished[group.request_id] = (request, group)
         if group.params.n > self.scheduler.config.max_num_seqs:
@@ -154,6 +172,8 @@ class Simulator:
         self._new[group.request_id] = history_len
         self.record.backlog[request.tenant] += 1
         self.requests.add(group)
+        if chain is not None and self.blocks.prefixes is not None:
+            self.blocks.prefixes.adopt(group.seqs[0].seq_id, chain)
 
     def take_over(self, other: Simulator, request_id: str) -> None:
         """Continue a request of an engine that has died, as an engine does: a single sample after its last token,
@@ -173,14 +193,8 @@ class Simulator:
         return self.unfinished[request_id][1].params.n > 1 or self.scheduler.drafting is not None
 
     def _group(self, submitted_s: float, index: int, request: TraceRequest, prompt: list[int]) -> SequenceGroup:
-        params = SamplingParams(
-            n=max(request.n, request.beam_width),
-            temperature=0,
-            max_tokens=request.output_len,
-            detokenize=False,
-            priority=request.priority,
-            tenant=request.tenant,
-        )
+        n = max(request.n, request.beam_width)
+        params = _params(n, request.output_len, request.priority, request.tenant)
         search, draws = None, _DRAWS
         if request.beam_width > 1:
             search, draws = ChurningBeams(self.churn, index, request.beam_width, request.output_len), _BEAM_DRAWS

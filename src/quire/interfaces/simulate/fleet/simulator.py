@@ -15,7 +15,7 @@ from quire.interfaces.simulate.record import Record
 from quire.interfaces.simulate.simulator import Simulator
 from quire.interfaces.simulate.trace import TraceRequest
 from quire.kv.prefix_cache.changes import PrefixChanges
-from quire.kv.prefix_cache.content_hash import BlockHash, ContentHasher, HashChain
+from quire.kv.prefix_cache.content_hash import ContentHasher, HashChain
 
 _KEY = b"fleet"
 """All engines hash blocks with it, as the engines of a server do with a secret one."""
@@ -136,19 +136,22 @@ class FleetSimulator:
 
     def _place(self, other: Simulator | None, added: tuple[float, int, TraceRequest, list[int], int]) -> None:
         """Give a request to an engine; it has been in the `other` one, if that is not None."""
-        numbers = [number for number in self.engines if number not in self.draining] or [*self.engines]
+        numbers = [*self.engines]
+        if self.draining:
+            numbers = [number for number in numbers if number not in self.draining] or numbers
         if not numbers:
             self._waiting.append((other, added))
             return
         prompt, request_id = added[3], str(added[1])
-        hashes = self._hashes(prompt)
-        num_seen = 0 if other is None else _num_output_tokens(other, request_id)
+        chain = HashChain(self._hasher, self._block_size)
+        chain.extend(len(prompt) // self._block_size, prompt)
+        hashes, num_seen = chain.blocks(), 0 if other is None else _num_output_tokens(other, request_id)
         engine = self.engines[self.router.choose(hashes, len(prompt) + num_seen, numbers)]
         most_new = added[2].output_len * max(added[2].n, added[2].beam_width) - num_seen
         route = self.router.add(engine.number, hashes, len(prompt) + num_seen, self.now_s, most_new)
         engine.routes[request_id] = route
         if other is None:
-            engine.simulator.add(*added)
+            engine.simulator.add(*added, chain=chain)
         else:
             engine.simulator.take_over(other, request_id)
         if request_id in engine.simulator.unfinished and engine.simulator.may_get_several(request_id):
@@ -156,11 +159,6 @@ class FleetSimulator:
         if engine.ended:  # it can never run
             self._end_routes(engine)
         self._woken[engine.number] = engine
-
-    def _hashes(self, prompt: list[int]) -> list[BlockHash]:
-        chain = HashChain(self._hasher, self._block_size)
-        chain.extend(len(prompt) // self._block_size, prompt)
-        return chain.blocks()
 
     # Steps
 
