@@ -1,5 +1,6 @@
 """A fleet of simulated engines behind the real router: replayable, with equal outputs; it finds wrong routers."""
 
+import gc
 from functools import partial
 
 import pytest
@@ -341,3 +342,21 @@ def test_a_lane_makes_most_steps_of_an_ordinary_run(monkeypatch):
     report = run(mixed(60), 2)
     assert len(made) > 0.95 * report["steps"]
     assert sum(made) > 0.95 * (report["output_tokens"] - 60)
+
+
+def test_a_run_leaves_no_cycles_of_objects_and_the_collector_as_it_was():
+    """The collector is off while a fleet runs, so memory would grow with each of them."""
+
+    def unreachable(number):
+        gc.collect()
+        fleet = FleetSimulator(partial(make, num_blocks=100), 2)
+        gc.disable()
+        fleet.run(dataset_trace(60, 20, 1, number, 12.0))
+        assert not gc.isenabled()
+        gc.enable()
+        fleet.run(())
+        assert gc.isenabled()
+        return gc.collect()
+
+    unreachable(10)
+    assert unreachable(200) <= unreachable(20)

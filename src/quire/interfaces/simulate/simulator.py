@@ -110,8 +110,13 @@ class Simulator:
         else:
             lane.leave()
             batch = self.scheduler.schedule()
+        backlog = self.record.backlog
+        contended = len(backlog) > 1 and sum([count > 0 for count in backlog.values()]) > 1
+        if contended:
+            for group in lane.groups:
+                self.record.tenants[group.tenant].num_contended_tokens += 1
         if batch is not None:
-            self._note(batch)
+            self._note(batch, contended)
         num_decodes = len(lane)
         step_s = self.cost.seconds(batch, num_decodes, lane.context)
         self._step = batch, num_decodes, step_s
@@ -206,17 +211,13 @@ class Simulator:
         assert owner is not None, f"sequence {seq_id} is scheduled but gone"
         return owner
 
-    def _note(self, batch: Batch) -> None:
+    def _note(self, batch: Batch, contended: bool) -> None:
         """Record the tokens that each tenant gets in this step, and the requests that run for the first time."""
         for transfer in batch.transfers:
             if transfer.source_tier < transfer.target_tier:
                 self.record.num_swapped_out_blocks += len(transfer.pairs)
             else:
                 self.record.num_swapped_in_blocks += len(transfer.pairs)
-        contended = sum([count > 0 for count in self.record.backlog.values()]) > 1
-        if contended:
-            for group in self.lane.groups:
-                self.record.tenants[group.tenant].num_contended_tokens += 1
         if not contended and not self._new:
             return
         for scheduled in batch.sequences:

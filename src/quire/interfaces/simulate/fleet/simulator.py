@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -106,6 +108,10 @@ class FleetSimulator:
 
     def run(self, trace: Iterable[TraceRequest]) -> Record:
         """Run all requests of a trace, sorted by arrival, to their end."""
+        with _without_collector():
+            return self._run(trace)
+
+    def _run(self, trace: Iterable[TraceRequest]) -> Record:
         self.arrivals = Arrivals(trace)
         for engine in self.engines.values():
             engine.simulator.arrivals = self.arrivals
@@ -280,6 +286,18 @@ class FleetSimulator:
                 self.draining.add(engine.number)
                 if not engine.routes:
                     self._remove(engine)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """A run leaves no cycles of objects: looking for them would take a tenth of its time and find none."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _num_output_tokens(simulator: Simulator, request_id: str) -> int:
