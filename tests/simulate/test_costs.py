@@ -44,6 +44,8 @@ def test_a_curve_gives_the_times_that_were_measured(tmp_path):
     assert curve.seconds(batch(*[(0, 64)] * 4)) == pytest.approx(truth(256, 4, 0, 8192), rel=0.02)
     assert curve.seconds(None, 4, 4 * 512) == pytest.approx(truth(4, 4, 512, 0), rel=0.02)
     assert curve.seconds(None, 4, 4 * 512) == curve.seconds(batch(*[(512, 1)] * 4))
+    beside = curve.seconds(batch((0, 64), (32, 16)), 4, 4 * 512)
+    assert beside == curve.seconds(batch(*[(512, 1)] * 4, (0, 64), (32, 16)))
     between = curve.seconds(batch((0, 160)))
     assert curve.seconds(batch((0, 64))) < between < curve.seconds(batch((0, 256)))
     assert curve.seconds(batch((0, 1000))) == pytest.approx(truth(1000, 1, 0, 500_000), rel=0.1)
@@ -75,6 +77,11 @@ def test_engines_of_more_ranks_are_measured_or_scaled(tmp_path):
         (
             '{"kind": "decode", "num_seqs": 1, "num_tokens": 1, "context": 0, "step_ms": 1}\n',
             "rows of both kinds",
+        ),
+        (
+            '{"kind": "decode", "num_seqs": 1, "num_tokens": 1, "context": 0, "step_ms": 1, "model": "a"}\n'
+            '{"kind": "decode", "num_seqs": 1, "num_tokens": 1, "context": 0, "step_ms": 1, "model": "b"}\n',
+            "several models, a, b: keep those of one",
         ),
     ],
 )

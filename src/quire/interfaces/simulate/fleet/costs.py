@@ -29,6 +29,7 @@ class StepRow(msgspec.Struct, frozen=True):
     """Tokens of each sequence that were computed before."""
     step_ms: Annotated[float, Meta(gt=0, le=1e9)]
     tensor_parallel_size: Number = 1
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,4 +135,7 @@ def _read(path: Path) -> list[StepRow]:
                 raise ConfigError(f"{path}, line {number}: {error}") from error
     if not rows:
         raise ConfigError(f"{path} has no rows: write them with quire bench steps")
+    models = sorted({row.model for row in rows if row.model is not None})
+    if len(models) > 1:
+        raise ConfigError(f"{path} has rows of several models, {', '.join(models)}: keep those of one")
     return rows
