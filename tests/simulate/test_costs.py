@@ -42,8 +42,10 @@ def test_a_curve_gives_the_times_that_were_measured(tmp_path):
     curve = read_costs(write(tmp_path / "costs", rows()))
     assert curve.seconds(batch((0, 64))) == pytest.approx(truth(64, 1, 0, 2048), rel=0.02)
     assert curve.seconds(batch(*[(0, 64)] * 4)) == pytest.approx(truth(256, 4, 0, 8192), rel=0.02)
-    assert curve.decode_seconds(4, 4 * 512) == pytest.approx(truth(4, 4, 512, 0), rel=0.02)
-    assert curve.decode_seconds(4, 4 * 512) == curve.seconds(batch(*[(512, 1)] * 4))
+    assert curve.seconds(None, 4, 4 * 512) == pytest.approx(truth(4, 4, 512, 0), rel=0.02)
+    assert curve.seconds(None, 4, 4 * 512) == curve.seconds(batch(*[(512, 1)] * 4))
+    beside = curve.seconds(batch((0, 64), (32, 16)), 4, 4 * 512)
+    assert beside == curve.seconds(batch(*[(512, 1)] * 4, (0, 64), (32, 16)))
     between = curve.seconds(batch((0, 160)))
     assert curve.seconds(batch((0, 64))) < between < curve.seconds(batch((0, 256)))
     assert curve.seconds(batch((0, 1000))) == pytest.approx(truth(1000, 1, 0, 500_000), rel=0.1)
@@ -53,9 +55,9 @@ def test_a_curve_gives_the_times_that_were_measured(tmp_path):
 def test_engines_of_more_ranks_are_measured_or_scaled(tmp_path):
     path = write(tmp_path / "costs", rows(), rows(2, 0.6))
     one, two = read_costs(path), read_costs(path, 2)
-    assert two.decode_seconds(4, 256) == pytest.approx(0.6 * one.decode_seconds(4, 256), rel=0.02)
+    assert two.seconds(None, 4, 256) == pytest.approx(0.6 * one.seconds(None, 4, 256), rel=0.02)
     scaled = read_costs(path, 4, 0.8)
-    assert scaled.decode_seconds(4, 256) == pytest.approx(one.decode_seconds(4, 256) / 3.2)
+    assert scaled.seconds(None, 4, 256) == pytest.approx(one.seconds(None, 4, 256) / 3.2)
     with pytest.raises(ConfigError, match="no rows of tensor_parallel_size 4, only of 1, 2"):
         read_costs(path, 4)
     with pytest.raises(ConfigError, match="more than 0 and at most 1"):
@@ -75,6 +77,11 @@ def test_engines_of_more_ranks_are_measured_or_scaled(tmp_path):
         (
             '{"kind": "decode", "num_seqs": 1, "num_tokens": 1, "context": 0, "step_ms": 1}\n',
             "rows of both kinds",
+        ),
+        (
+            '{"kind": "decode", "num_seqs": 1, "num_tokens": 1, "context": 0, "step_ms": 1, "model": "a"}\n'
+            '{"kind": "decode", "num_seqs": 1, "num_tokens": 1, "context": 0, "step_ms": 1, "model": "b"}\n',
+            "several models, a, b: keep those of one",
         ),
     ],
 )

@@ -1,16 +1,21 @@
 """A fleet of simulated engines behind the real router: replayable, with equal outputs; it finds wrong routers."""
 
+import gc
 from functools import partial
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from quire.common.errors import ConfigError
 from quire.engine.routing.router import Router
+from quire.interfaces.simulate.decoding import DecodeLane
 from quire.interfaces.simulate.fleet.events import Deaths, Scaling, parse_deaths
 from quire.interfaces.simulate.fleet.report import fleet_report
 from quire.interfaces.simulate.fleet.simulator import FleetSimulator
 from quire.interfaces.simulate.trace import TraceRequest
 from quire.interfaces.simulate.workloads import chat_trace, dataset_trace, synthetic_trace, tenants_trace
+from tests.effort import examples
 
 from .helpers import make, simulate
 
@@ -286,14 +291,72 @@ def test_numbers_that_cannot_be_are_refused():
         Deaths((), -1.0)
 
 
-def test_decode_steps_without_a_batch_are_steps_of_the_scheduler(monkeypatch):
-    """With and without them, a run is the same to the last figure."""
-    from quire.interfaces.simulate import decoding
+def reports(trace, **options):
+    """What runs report: of one engine that looks after every step, and of two engines, one of which dies."""
+    deaths = Deaths(((1.0, 0),))
+    return simulate(trace, **options), run(trace, 2, deaths=deaths, start_s=0.5, **options)
 
-    def reports():
-        tight = {"num_blocks": 60, "caching": True}
-        return [simulate(mixed(40)), simulate(mixed(40), **tight), simulate(mixed(30, n=2), **tight)]
 
-    fast = reports()
-    monkeypatch.setattr(decoding.DecodeSteps, "plan", lambda self: None)
-    assert reports() == fast
+@st.composite
+def loads(draw):
+    """Requests of all kinds, mostly single samples, and caches with and without room for them."""
+    trace, arrival_s = [], 0.0
+    for _ in range(draw(st.integers(2, 14))):
+        arrival_s += draw(st.sampled_from([0.0, 0.01, 0.2]))
+        prompt_len, fields = draw(st.integers(1, 40)), {"tenant": draw(st.sampled_from("ab"))}
+        if draw(st.integers(0, 9)) == 0:
+            fields["n"] = 2
+        elif draw(st.booleans()):
+            fields |= {"prefix_group": 0, "prefix_len": draw(st.integers(1, prompt_len))}
+        elif draw(st.booleans()):
+            fields["session"] = draw(st.integers(0, 1))
+        trace.append(TraceRequest(round(arrival_s, 2), prompt_len, draw(st.integers(1, 40)), **fields))
+    options = {
+        "num_blocks": draw(st.sampled_from([45, 400])),
+        "block_size": 4,
+        "tokens": draw(st.sampled_from([6, 24, 256])),
+        "seqs": draw(st.sampled_from([3, 64])),
+        "caching": draw(st.booleans()),
+        "policy": draw(st.sampled_from(["fcfs", "priority", "prefix"])),
+        "target_step_ms": draw(st.sampled_from([None, 25.0])),
+    }
+    return trace, options
+
+
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(load=loads())
+def test_a_lane_of_decodes_makes_the_steps_of_the_scheduler(load, monkeypatch):
+    """With and without it, a run is the same to the last figure."""
+    trace, options = load
+    fast = reports(trace, **options)
+    with monkeypatch.context() as patched:
+        patched.setattr(DecodeLane, "join", lambda self, changed: None)
+        patched.setattr(DecodeLane, "may_plan", lambda self: False)
+        assert reports(trace, **options) == fast
+
+
+def test_a_lane_makes_most_steps_of_an_ordinary_run(monkeypatch):
+    made = []
+    plan = DecodeLane.plan
+    monkeypatch.setattr(DecodeLane, "plan", lambda self: made.append(len(self)) or plan(self))
+    report = run(mixed(60), 2)
+    assert len(made) > 0.95 * report["steps"]
+    assert sum(made) > 0.95 * (report["output_tokens"] - 60)
+
+
+def test_a_run_leaves_no_cycles_of_objects_and_the_collector_as_it_was():
+    """The collector is off while a fleet runs, so memory would grow with each of them."""
+
+    def unreachable(number):
+        gc.collect()
+        fleet = FleetSimulator(partial(make, num_blocks=100), 2)
+        gc.disable()
+        fleet.run(dataset_trace(60, 20, 1, number, 12.0))
+        assert not gc.isenabled()
+        gc.enable()
+        fleet.run(())
+        assert gc.isenabled()
+        return gc.collect()
+
+    unreachable(10)
+    assert unreachable(200) <= unreachable(20)

@@ -98,13 +98,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_fleet(options: argparse.Namespace, trace: Iterator[TraceRequest], make_engine: Callable[[], Simulator]) -> int:
-    from quire.interfaces.simulate.fleet.events import Deaths, Scaling, parse_deaths
+    from quire.interfaces.simulate.fleet.events import MAX_ENGINES, Deaths, Scaling, parse_deaths
     from quire.interfaces.simulate.fleet.plot import save_fleet_plot
     from quire.interfaces.simulate.fleet.report import fleet_report
     from quire.interfaces.simulate.fleet.simulator import FleetSimulator
     from quire.interfaces.simulate.plot import check_plot_path
 
-    number, most = options.engines, options.max_engines or options.engines
+    number, most = options.engines, options.engines if options.max_engines is None else options.max_engines
+    if not 1 <= number <= MAX_ENGINES:
+        raise ConfigError(f"--engines {number}: must be from 1 to {MAX_ENGINES}")
     limits = Scaling(number, most, options.target_requests)
     deaths = Deaths(() if options.deaths is None else parse_deaths(options.deaths), options.death_rate, options.seed)
     if not 0 <= options.start_s < 1e9:

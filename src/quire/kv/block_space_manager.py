@@ -177,7 +177,7 @@ class BlockSpaceManager:
     # Running sequences
 
     def has_room(self, seq_id: int, num_tokens: int) -> bool:
-        """Whether the sequence is known to hold `num_tokens` tokens as it is; if not, `can_append` finds out."""
+        """Whether the sequence is known to have room for this many tokens; if not, `can_append` finds out."""
         return num_tokens <= self._sequences[seq_id].num_writable
 
     def can_append(self, seq_id: int, num_computed_tokens: int, num_tokens: int, num_left: int = 0) -> bool:
@@ -201,11 +201,12 @@ class BlockSpaceManager:
             source = table[index]
             table.replace(index, self.pool.allocate())  # the hold on the source passes to the copy
             self._copies.add(seq_id, SlotCopy(group, source, table[index], num_computed_tokens % self.block_size))
-        pairs = list(zip(blocks.tables, self.managers, strict=True))
-        for table, manager in pairs:
+        most: list[int] = []
+        for table, manager in zip(blocks.tables, self.managers, strict=True):
             for _ in range(manager.num_blocks(num_tokens) - table.num_blocks):
                 table.append(self.pool.allocate())
-        blocks.num_writable = min([manager.max_tokens(table.num_blocks) for table, manager in pairs])
+            most.append(manager.max_tokens(table.num_blocks))
+        blocks.num_writable = min(most)
         blocks.num_scheduled, blocks.scheduled_step = num_tokens, self.step
 
     def _num_missing(self, blocks: SequenceBlocks, num_tokens: int) -> int:

@@ -115,7 +115,7 @@ class Tiers:
 
     def _evicted(self, tier: int, block_id: int, content: BlockContent) -> None:
         """A cached block of this tier is about to be given out: keep its content in the next tier, if there is room."""
-        if content.block_hash is not None and tier + 1 < len(self.pools):
+        if content.block_hash is not None and tier + 1 < len(self.pools) and self.pools[tier + 1].num_blocks:
             further = self.pools[tier + 1]
             known = further.tracker.find(content.group, content.block_hash, content.tokens)
             if known is not None:
@@ -125,11 +125,14 @@ class Tiers:
             if further.num_free_blocks:
                 self._spill(Place(tier, block_id), content)
                 return
-        self._note("evicted", Place(tier, block_id))
-        others = [pool.tracker for other, pool in enumerate(self.pools) if other != tier]
+        if self.journal is not None:
+            self._note("evicted", Place(tier, block_id))
         block_hash, tokens = content.block_hash, content.tokens
-        if block_hash is None or all(other.find(content.group, block_hash, tokens) is None for other in others):
-            self._lost(content)
+        if block_hash is not None:
+            for other, pool in enumerate(self.pools):
+                if other != tier and pool.tracker.find(content.group, block_hash, tokens) is not None:
+                    return
+        self._lost(content)
 
     def _spill(self, source: Place, content: BlockContent) -> None:
         further = self.pools[source.tier + 1]

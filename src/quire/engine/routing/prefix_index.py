@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from quire.kv.prefix_cache.content_hash import BlockHash
@@ -18,7 +17,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._holders: dict[BlockHash, int] = {}
         """Hash -> a bit for each engine, the engine's number being the bit's."""
-        self._expected: dict[BlockHash, Counter[int]] = {}
+        self._expected: dict[BlockHash, dict[int, int]] = {}
         """Hash -> for each engine, the number of its requests that have the block."""
 
     def __len__(self) -> int:
@@ -26,32 +25,41 @@ class PrefixIndex:
 
     def add(self, engine: int, hashes: Iterable[BlockHash]) -> None:
         """These blocks can be found in the engine's cache."""
+        holders, bit = self._holders, 1 << engine
         for block_hash in hashes:
-            self._holders[block_hash] = self._holders.get(block_hash, 0) | 1 << engine
+            holders[block_hash] = holders.get(block_hash, 0) | bit
 
     def discard(self, engine: int, hashes: Iterable[BlockHash]) -> None:
         """These blocks can no longer be found in the engine's cache."""
+        holders, others = self._holders, ~(1 << engine)
         for block_hash in hashes:
-            holders = self._holders.get(block_hash, 0) & ~(1 << engine)
-            if holders:
-                self._holders[block_hash] = holders
+            left = holders.get(block_hash, 0) & others
+            if left:
+                holders[block_hash] = left
             else:
-                self._holders.pop(block_hash, None)
+                holders.pop(block_hash, None)
 
     def expect(self, engine: int, hashes: Iterable[BlockHash]) -> None:
         """A request with these blocks was sent to the engine; `settle` follows once."""
+        expected = self._expected
         for block_hash in hashes:
-            self._expected.setdefault(block_hash, Counter())[engine] += 1
+            numbers = expected.get(block_hash)
+            if numbers is None:
+                expected[block_hash] = {engine: 1}
+            else:
+                numbers[engine] = numbers.get(engine, 0) + 1
 
     def settle(self, engine: int, hashes: Iterable[BlockHash]) -> None:
         """A request with these blocks has ended, or has left the engine."""
+        expected = self._expected
         for block_hash in hashes:
-            numbers = self._expected[block_hash]
-            numbers[engine] -= 1
-            if not numbers[engine]:
+            numbers = expected[block_hash]
+            if numbers[engine] > 1:
+                numbers[engine] -= 1
+            elif len(numbers) > 1:
                 del numbers[engine]
-            if not numbers:
-                del self._expected[block_hash]
+            else:
+                del expected[block_hash]
 
     def forget(self, engine: int) -> None:
         """The engine's cache is empty."""
@@ -60,19 +68,28 @@ class PrefixIndex:
     def num_blocks(self, hashes: Sequence[BlockHash], engines: Iterable[int]) -> dict[int, int]:
         """By engine, how many blocks of a sequence with these hashes it has, from the first one without a gap."""
         found = dict.fromkeys(engines, 0)
-        having = sum([1 << engine for engine in found])
+        held = self._having(hashes[0]) if hashes else 0
+        if not held:  # as for most prompts
+            return found
+        having = sum([1 << engine for engine in found]) & held
         for index, block_hash in enumerate(hashes):
-            held = self._holders.get(block_hash, 0)
-            for engine in self._expected.get(block_hash, ()):
-                held |= 1 << engine
-            for engine in _bits(having & ~held):
-                found[engine] = index
-            having &= held
+            held = self._having(block_hash)
+            if having & ~held:
+                for engine in _bits(having & ~held):
+                    found[engine] = index
+                having &= held
             if not having:
                 return found
         for engine in _bits(having):
             found[engine] = len(hashes)
         return found
+
+    def _having(self, block_hash: BlockHash) -> int:
+        """A bit for each engine that has the block, or is expected to have it."""
+        held = self._holders.get(block_hash, 0)
+        for engine in self._expected.get(block_hash, ()):
+            held |= 1 << engine
+        return held
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from quire.engine.routing.prefix_index import PrefixIndex
 from quire.kv.prefix_cache.content_hash import BlockHash
@@ -74,6 +74,8 @@ class Router:
         self.index = PrefixIndex()
         self.loads: dict[int, EngineLoad] = {}
         """By number, the engines that take requests or have some."""
+        self._paces_s: list[float] = []
+        """The known ones of `loads`, in ascending order."""
         self._block_size = block_size
         self._mean_new = FIRST_GUESS
         """Tokens that a request gets on average, with older ones weighing less."""
@@ -85,7 +87,9 @@ class Router:
 
     def remove_engine(self, engine: int) -> None:
         """An engine is gone, with its cache. The caller ends the routes of the requests that it had."""
-        self.loads.pop(engine, None)
+        load = self.loads.pop(engine, None)
+        if load is not None:
+            self._set_pace(load, None)
         self.index.forget(engine)
 
     def choose(self, hashes: Sequence[BlockHash], num_tokens: int, engines: Iterable[int]) -> int:
@@ -96,28 +100,49 @@ class Router:
         """
         uncached = self._num_uncached(hashes, num_tokens, engines)
         loads, usual_s = self.loads, self._usual_pace_s()
-        times_s: dict[int, tuple[float, float]] = {}
-        for engine, num in uncached.items():
-            load = loads[engine]
-            pace_s = load.pace_s or usual_s
-            if 1 / SAME_KIND < pace_s / usual_s < SAME_KIND:
-                pace_s = usual_s
-            rows = load.num_queued + load.num_running + num
-            times_s[engine] = rows * pace_s, (rows - SLACK_TOKENS) * pace_s
-        limit_s = min([time_s for time_s, _ in times_s.values()]) * (1 + TOLERANCE)
-        fast = [engine for engine, (_, slack_s) in times_s.items() if slack_s <= limit_s]
-        return min(fast, key=lambda engine: (uncached[engine], loads[engine].num_given, engine))
+        rows = [(load := loads[engine]).num_queued + load.num_running + num for engine, num in uncached.items()]
+        if self._are_of_one_kind(usual_s):
+            limit_s = min(rows) * usual_s * (1 + TOLERANCE)
+            fast = [e for e, num in zip(uncached, rows, strict=True) if (num - SLACK_TOKENS) * usual_s <= limit_s]
+        else:
+            paces_s = [self._pace_s(loads[engine], usual_s) for engine in uncached]
+            limit_s = min([num * pace_s for num, pace_s in zip(rows, paces_s, strict=True)]) * (1 + TOLERANCE)
+            each = zip(uncached, rows, paces_s, strict=True)
+            fast = [engine for engine, num, pace_s in each if (num - SLACK_TOKENS) * pace_s <= limit_s]
+        least = min([uncached[engine] for engine in fast])
+        return min([(loads[engine].num_given, engine) for engine in fast if uncached[engine] == least])[1]
+
+    def _are_of_one_kind(self, usual_s: float) -> bool:
+        """Whether all engines count as equally fast."""
+        paces_s = self._paces_s
+        return not paces_s or (paces_s[0] / usual_s > 1 / SAME_KIND and paces_s[-1] / usual_s < SAME_KIND)
+
+    def _pace_s(self, load: EngineLoad, usual_s: float) -> float:
+        """An engine's own pace, or the usual one if it is not far from that or unknown."""
+        pace_s = load.pace_s or usual_s
+        return usual_s if 1 / SAME_KIND < pace_s / usual_s < SAME_KIND else pace_s
 
     def _num_uncached(self, hashes: Sequence[BlockHash], num_tokens: int, engines: Iterable[int]) -> dict[int, int]:
         """By engine, the tokens of a prompt that it has to compute: at least the last one."""
         held = self.index.num_blocks(hashes, engines)
-        return {engine: max(1, num_tokens - blocks * self._block_size) for engine, blocks in held.items()}
+        size, whole = self._block_size, max(1, num_tokens)
+        return {engine: max(1, num_tokens - num * size) if num else whole for engine, num in held.items()}
 
     def _usual_pace_s(self) -> float:
         """The median of all engines' paces. Engines whose own are not far from it are taken to be as fast: engines of
         one kind differ by chance, and the faster ones would get nearly everything."""
-        known = [load.pace_s for load in self.loads.values() if load.pace_s is not None]
-        return median(known) if known else 1.0  # if nothing was measured, any will do
+        paces_s = self._paces_s
+        middle = len(paces_s) // 2
+        if len(paces_s) % 2:
+            return paces_s[middle]
+        return (paces_s[middle - 1] + paces_s[middle]) / 2 if paces_s else 1.0  # if nothing was measured, any will do
+
+    def _set_pace(self, load: EngineLoad, pace_s: float | None) -> None:
+        if load.pace_s is not None:
+            del self._paces_s[bisect_left(self._paces_s, load.pace_s)]
+        load.pace_s = pace_s
+        if pace_s is not None:
+            insort(self._paces_s, pace_s)
 
     def add(
         self, engine: int, hashes: Sequence[BlockHash], num_tokens: int, now: float, most_new: float = 0.0
@@ -145,8 +170,19 @@ class Router:
             load.num_running += 1
             load.seconds = MEMORY * load.seconds + max(0.0, now - route.sent_s)
             load.tokens = MEMORY * load.tokens + route.num_expected
-            load.pace_s = load.seconds / load.tokens or None
+            if self.loads.get(route.engine) is load:
+                self._set_pace(load, load.seconds / load.tokens or None)
         route.num_got += num_tokens
+
+    def on_step(self, routes: Iterable[Route]) -> None:
+        """As `on_tokens` for requests which have all got one more token and have had some before."""
+        for route in routes:
+            if route.num_new >= 1.0:
+                route.num_new -= 1.0
+            else:
+                route.load.num_given += 1.0 - route.num_new
+                route.num_new = 0.0
+            route.num_got += 1
 
     def end(self, route: Route) -> None:
         """The request has ended, or leaves the engine."""

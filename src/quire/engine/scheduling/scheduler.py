@@ -7,7 +7,7 @@ be verified come last of all, from what nothing else needs.
 """
 
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 
 from quire.common.batch import Batch
 from quire.common.errors import CheckpointError
@@ -85,17 +85,38 @@ class Scheduler:
     def schedule(self, only: Set[SequenceGroup] | None = None) -> Batch:
         """The plan of the next step; with `only`, the other requests wait. If it raises, call `requests.revert()`, and
         remove the request's `planning_group`; `check_integrity` then says whether the state is sound."""
+        self._begin_step()
+        plan = self._new_plan(only, *self._count_running())
+        self._schedule_running(plan)
+        if not plan.preempted:
+            self._start_queued(plan)
+        self._add_drafts(plan)
+        return self._batch(plan)
+
+    def schedule_beside(self, num_decodes: int, growing: Iterable[tuple[int, int]]) -> Batch:
+        """As `schedule`, for a simulation: the running requests, `num_decodes` single sequences, all compute one token,
+        and the batch has only those that start beside them. `growing`: ids of the sequences that need another block
+        for it, which there is, and their lengths."""
+        self._begin_step()
+        for seq_id, num_tokens in growing:
+            self.blocks.append(seq_id, num_tokens - 1, num_tokens)
+        plan = self._new_plan(None, num_decodes, num_decodes)
+        plan.token_budget -= num_decodes
+        self._start_queued(plan)
+        return self._batch(plan)
+
+    def _begin_step(self) -> None:
+        """Begin another step."""
         requests = self.requests
         requests.planning_group = None
         self.num_steps += 1
         self.blocks.advance()
         if requests.policy.counts_tokens:  # ranks change as tokens are served
             requests.running.sort(key=requests.place)
-        plan = self._new_plan(only)
-        self._schedule_running(plan)
-        if not plan.preempted:
-            self._start_queued(plan)
-        self._add_drafts(plan)
+
+    def _batch(self, plan: StepPlan) -> Batch:
+        """The batch of what is planned, which is in flight from now on."""
+        requests = self.requests
         ahead = {} if self.drafting is None else look_ahead(plan, self.drafting, self.blocks)
         sequences, drafts, block_tables = [], plan.drafts, self.blocks.block_tables
         for group, seq, num_tokens in plan.scheduled:
@@ -117,10 +138,10 @@ class Scheduler:
         requests.dispatch(self.num_steps)
         return batch
 
-    def _new_plan(self, only: Set[SequenceGroup] | None) -> StepPlan:
-        """The step's budgets: a token for each sequence that decodes, and for prompts what the target time allows."""
-        running, budget = SequenceStatus.RUNNING, self.config.max_num_batched_tokens
-        num_decodes = num_seqs = 0
+    def _count_running(self) -> tuple[int, int]:
+        """The running sequences that have one token to compute, and all that run or will once their prompts are
+        computed."""
+        running, num_decodes, num_seqs = SequenceStatus.RUNNING, 0, 0
         for group in self.requests.running:
             for seq in group.seqs:
                 if seq.status is running:
@@ -128,12 +149,17 @@ class Scheduler:
                     num_seqs += len(seq.draws) or 1
                 elif seq.status is SequenceStatus.WAITING:
                     num_seqs += 1
-        limit = budget
+        return num_decodes, num_seqs
+
+    def _new_plan(self, only: Set[SequenceGroup] | None, num_decodes: int, num_seqs: int) -> StepPlan:
+        """The step's budgets: a token for each sequence that decodes, and for prompts what the target time allows."""
+        requests, limit = self.requests, self.config.max_num_batched_tokens
+        budget = limit
         if self.config.target_step_ms is not None:
             known = self.step_time.max_tokens(self.config.target_step_ms / 1e3)
             limit = min(budget, max(known if known is not None else FIRST_CHUNK, num_decodes + MIN_CHUNK))
-        scheduled = self.requests.planned.scheduled
-        return StepPlan(budget, max(1, limit - num_decodes), num_seqs, scheduled, only=only, busy=self.requests.busy())
+        scheduled = requests.planned.scheduled
+        return StepPlan(budget, max(1, limit - num_decodes), num_seqs, scheduled, only=only, busy=requests.busy())
 
     def _add_drafts(self, plan: StepPlan) -> None:
         """Have drafts verified with the tokens, rows and blocks that are left. Nothing is preempted for them, and new

@@ -45,6 +45,10 @@ class Committer:
         inconsistent.
         """
         self.requests.settle(batch.step)
+        return self.apply(batch, result)
+
+    def apply(self, batch: Batch, result: StepResult) -> list[SequenceGroup]:
+        """As `commit`, of a step that has been settled."""
         find_owner, publish, policy = self.requests.owners.get, self.requests.blocks.publish, self.requests.policy
         counts_tokens = policy.counts_tokens
         changed: list[SequenceGroup] = []

@@ -24,11 +24,9 @@ class StepCost(Protocol):
     def swapped_block_s(self) -> float:
         """Seconds for each block copied between tiers."""
 
-    def seconds(self, batch: Batch) -> float:
-        """Return the seconds that the batch takes."""
-
-    def decode_seconds(self, num_seqs: int, context: int) -> float:
-        """Return the seconds of a step in which `num_seqs` sequences get a token, behind `context` tokens in all."""
+    def seconds(self, batch: Batch | None, num_decodes: int = 0, context: int = 0) -> float:
+        """Return the seconds of a step that computes the batch, if any, and beside it a token each of `num_decodes`
+        sequences, behind `context` tokens in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +38,16 @@ class CostModel:
     context_token_s: float = 2e-7
     swapped_block_s: float = 2e-5
 
-    def seconds(self, batch: Batch) -> float:
-        """Return the seconds that the batch takes."""
-        context = sum([s.end for s in batch.sequences])
-        swapped = sum([len(transfer.pairs) for transfer in batch.transfers])
-        return self._seconds(batch.num_tokens, context) + self.swapped_block_s * swapped
-
-    def decode_seconds(self, num_seqs: int, context: int) -> float:
-        """Return the seconds of a step in which `num_seqs` sequences get a token, behind `context` tokens in all."""
-        return self._seconds(num_seqs, context + num_seqs)
-
-    def _seconds(self, num_tokens: int, context: int) -> float:
-        return self.step_s + self.token_s * max(0, num_tokens - 32) + self.context_token_s * context
+    def seconds(self, batch: Batch | None, num_decodes: int = 0, context: int = 0) -> float:
+        """Return the seconds of a step that computes the batch, if any, and beside it a token each of `num_decodes`
+        sequences, behind `context` tokens in all."""
+        num_tokens, context, swapped = num_decodes, context + num_decodes, 0
+        if batch is not None:
+            num_tokens += batch.num_tokens
+            context += sum([s.end for s in batch.sequences])
+            swapped = sum([len(transfer.pairs) for transfer in batch.transfers])
+        own_s = self.step_s + self.token_s * max(0, num_tokens - 32) + self.context_token_s * context
+        return own_s + self.swapped_block_s * swapped
 
 
 class FakeModel:
@@ -77,14 +73,19 @@ class FakeModel:
                     tokens.append(token_id)
         return StepResult(tuple(tokens), logprobs)
 
-    def next_token(self, seq_id: int, start: int, token_id: int, index: int) -> int:
-        """Return the token that a sequence draws behind this one, which is at position `start`."""
+    def next_tokens(self, seq_id: int, start: int, token_id: int, index: int, num: int) -> list[int]:
+        """Return the next `num` tokens that a sequence draws behind this one, which is at position `start`."""
         length, state = self._states.get(seq_id, (-1, None))
         if state is None or length != start:
             state = self._state(seq_id, start)
-        state.update(token_id.to_bytes(8, "little"))
-        self._states[seq_id] = start + 1, state
-        return (int.from_bytes(state.digest(), "little") + INDEX_STEP * index) % VOCAB_SIZE
+        update, digest, from_bytes, shift = state.update, state.digest, int.from_bytes, INDEX_STEP * index
+        tokens: list[int] = []
+        for _ in range(num):
+            update(token_id.to_bytes(8, "little"))
+            token_id = (from_bytes(digest(), "little") + shift) % VOCAB_SIZE
+            tokens.append(token_id)
+        self._states[seq_id] = start + num, state
+        return tokens
 
     def continuation(self, seq_id: int, index: int, num_tokens: int) -> list[int]:
         """Return the next tokens of a sequence that draws with this index."""

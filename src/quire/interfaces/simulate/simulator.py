@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 from quire.common.batch import Batch, Draw
 from quire.common.params import SamplingParams
@@ -11,20 +12,26 @@ from quire.config.scheduler import SchedulerConfig
 from quire.config.speculative import SpeculativeConfig
 from quire.engine.drafting.drafting import Drafting
 from quire.engine.requests.output import OutputBuilder, SampleOutput
-from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
+from quire.engine.requests.sequence import Sequence, SequenceGroup
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.step.commit import Committer
 from quire.interfaces.simulate.arrivals import Arrivals
 from quire.interfaces.simulate.beams import BeamChurn, ChurningBeams
-from quire.interfaces.simulate.decoding import Decodes, DecodeSteps
+from quire.interfaces.simulate.decoding import DecodeLane
 from quire.interfaces.simulate.fake_model import CostModel, FakeDrafter, FakeModel, StepCost
 from quire.interfaces.simulate.record import Record
 from quire.interfaces.simulate.trace import MAX_WIDTH, TraceRequest
 from quire.kv.block_space_manager import BlockSpaceManager
+from quire.kv.prefix_cache.content_hash import HashChain
 
 _DRAWS = tuple(Draw(0.0, 0, 1.0, b"", index) for index in range(MAX_WIDTH))
-_RUNNING = SequenceStatus.RUNNING
 _BEAM_DRAWS = (Draw(0.0, 0, 1.0, b"", logprobs=1),) * MAX_WIDTH
+
+
+@lru_cache(maxsize=4096)
+def _params(n: int, max_tokens: int, priority: int, tenant: str) -> SamplingParams:
+    """The parameters of requests, which share them, since checking them takes long and nothing changes them."""
+    return SamplingParams(n=n, temperature=0, max_tokens=max_tokens, detokenize=False, priority=priority, tenant=tenant)
 
 
 class Simulator:
@@ -67,8 +74,9 @@ class Simulator:
         self.on_end: Callable[[str], object] = lambda request_id: None
         """Called with the id of each request that ends."""
         self._new: dict[str, int] = {}  # length of the history of each request that waits for its first step
-        self._decoding = DecodeSteps(self.scheduler, self.committer, self.model)
-        self._step: tuple[Batch | Decodes, float] | None = None
+        self.lane = DecodeLane(self.scheduler, self.committer, self.model)
+        self._step: tuple[Batch | None, int, float] | None = None
+        """Of the step that runs, the batch, the number of requests in the lane beside it, and the seconds."""
 
     def _clock(self) -> float:
         return self.now_s
@@ -90,55 +98,77 @@ class Simulator:
         """Run one step of the engine and advance the clock by its duration."""
         self.now_s += self.begin_step()
         self.end_step()
-        self.record.look(self.now_s, self.scheduler, self.blocks)
+        if not self.scheduler.num_steps % self.record.steps_per_moment:
+            self.lane.catch_up()
+            self.record.look(self.now_s, self.scheduler, self.blocks)
 
     def begin_step(self) -> float:
         """Plan the next step and return the seconds that it takes, after which `end_step` is to be called."""
-        decodes = self._decoding.plan()
-        if decodes is not None:
-            context = sum([seq.num_computed_tokens for _, seq in decodes])
-            self._step = decodes, self.cost.decode_seconds(len(decodes), context)
-            return self._step[1]
-        contended = sum(count > 0 for count in self.record.backlog.values()) > 1
-        batch = self.scheduler.schedule()
-        self._note(batch, contended)
-        self._step = batch, self.cost.seconds(batch)
-        return self._step[1]
+        lane = self.lane
+        if lane.may_plan():
+            batch = lane.plan()
+        else:
+            lane.leave()
+            batch = self.scheduler.schedule()
+        backlog = self.record.backlog
+        contended = len(backlog) > 1 and sum([count > 0 for count in backlog.values()]) > 1
+        if contended:
+            for group in lane.groups:
+                self.record.tenants[group.tenant].num_contended_tokens += 1
+        if batch is not None:
+            self._note(batch, contended)
+        num_decodes = len(lane)
+        step_s = self.cost.seconds(batch, num_decodes, lane.context)
+        self._step = batch, num_decodes, step_s
+        return step_s
 
     @property
     def num_step_tokens(self) -> int:
         """Number of tokens that the step that runs computes."""
-        step = None if self._step is None else self._step[0]
-        return step.num_tokens if isinstance(step, Batch) else len(step or ())
+        if self._step is None:
+            return 0
+        batch, num_decodes, _ = self._step
+        return num_decodes + (0 if batch is None else batch.num_tokens)
 
     def end_step(self) -> list[SequenceGroup]:
-        """End the step that has begun; returns the requests that got tokens or finished."""
+        """End the step that has begun; returns the requests that got tokens or finished, without those that the lane
+        had, which each got one."""
         assert self._step is not None, "no step has begun"
-        step, step_s = self._step
+        num_tokens, (batch, num_decodes, step_s) = self.num_step_tokens, self._step
         self._step = None
-        if isinstance(step, Batch):
-            self.scheduler.observe(step, step_s)
-            changed = self.committer.commit(step, self.model.execute(step))
+        if batch is None or num_decodes:
+            self.scheduler.step_time.observe(num_tokens, step_s)
         else:
-            self.scheduler.step_time.observe(len(step), step_s)
-            changed = self._decoding.commit(step)
-            for group, seq in step:
-                if seq.status is not _RUNNING:
+            self.scheduler.observe(batch, step_s)
+        ended = self.lane.commit()
+        changed = [] if batch is None else self.committer.apply(batch, self.model.execute(batch))
+        for group in ended:
+            self._finish(group)
+        if batch is not None:
+            for group in changed:
+                if group.is_finished:
                     self._finish(group)
-            return changed
-        for group in changed:
-            if group.is_finished:
-                self._finish(group)
-        for request_id in step.ignored:
-            self._ignore(self.unfinished[request_id][1])
+            for request_id in batch.ignored:
+                self._ignore(self.unfinished[request_id][1])
+            self.lane.join(changed)
         return changed
 
     def _submit(self, submitted_s: float, index: int, request: TraceRequest) -> None:
         history = self.arrivals.history(request)
         self.add(submitted_s, index, request, history + request.prompt_token_ids(index), len(history))
 
-    def add(self, submitted_s: float, index: int, request: TraceRequest, prompt: list[int], history_len: int) -> None:
-        """Add a new request with this prompt, whose first `history_len` tokens are an earlier conversation."""
+    def add(
+        self,
+        submitted_s: float,
+        index: int,
+        request: TraceRequest,
+        prompt: list[int],
+        history_len: int,
+        *,
+        chain: HashChain | None = None,
+    ) -> None:
+        """Add a new request with this prompt, whose first `history_len` tokens are an earlier conversation. `chain` has
+        the prompt's hashes, if they are known."""
         group = self._group(submitted_s, index, request, prompt)
         self.unfinished[group.request_id] = (request, group)
         if group.params.n > self.scheduler.config.max_num_seqs:
@@ -147,6 +177,8 @@ class Simulator:
         self._new[group.request_id] = history_len
         self.record.backlog[request.tenant] += 1
         self.requests.add(group)
+        if chain is not None and self.blocks.prefixes is not None:
+            self.blocks.prefixes.adopt(group.seqs[0].seq_id, chain)
 
     def take_over(self, other: Simulator, request_id: str) -> None:
         """Continue a request of an engine that has died, as an engine does: a single sample after its last token,
@@ -166,14 +198,8 @@ class Simulator:
         return self.unfinished[request_id][1].params.n > 1 or self.scheduler.drafting is not None
 
     def _group(self, submitted_s: float, index: int, request: TraceRequest, prompt: list[int]) -> SequenceGroup:
-        params = SamplingParams(
-            n=max(request.n, request.beam_width),
-            temperature=0,
-            max_tokens=request.output_len,
-            detokenize=False,
-            priority=request.priority,
-            tenant=request.tenant,
-        )
+        n = max(request.n, request.beam_width)
+        params = _params(n, request.output_len, request.priority, request.tenant)
         search, draws = None, _DRAWS
         if request.beam_width > 1:
             search, draws = ChurningBeams(self.churn, index, request.beam_width, request.output_len), _BEAM_DRAWS

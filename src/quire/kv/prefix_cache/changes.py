@@ -24,9 +24,10 @@ class PrefixChanges:
         gone: list[BlockHash] = []
         if not self._changed:
             return found, gone
+        group, known, (device, *others) = self._group, self._known, self._trackers
         for block_hash in self._changed:
-            is_found = any(tracker.has(self._group, block_hash) for tracker in self._trackers)
-            if is_found != (block_hash in self._known):
+            is_found = device.has(group, block_hash) or any(tracker.has(group, block_hash) for tracker in others)
+            if is_found != (block_hash in known):
                 (found if is_found else gone).append(block_hash)
         self._known.update(found)
         self._known.difference_update(gone)

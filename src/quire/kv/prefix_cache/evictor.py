@@ -37,9 +37,11 @@ class LRUEvictor:
 
     def evict(self) -> int:
         """Remove and return the block to evict."""
-        same_age = next(iter(self._ages.values()))
-        block_id = same_age.deepest()
-        self.remove(block_id)
+        age, same_age = next(iter(self._ages.items()))
+        block_id = same_age.pop_deepest()
+        if not same_age.num_blocks:
+            del self._ages[age]
+        del self._places[block_id]
         return block_id
 
 
@@ -62,7 +64,8 @@ class _SameAge:
         del self._by_depth[depth][block_id]
         self.num_blocks -= 1
 
-    def deepest(self) -> int:
-        while not self._by_depth.get(self._max_depth):
+    def pop_deepest(self) -> int:
+        while not (deepest := self._by_depth.get(self._max_depth)):
             self._max_depth -= 1
-        return next(reversed(self._by_depth[self._max_depth]))
+        self.num_blocks -= 1
+        return deepest.popitem()[0]

@@ -47,6 +47,10 @@ class PrefixSharing:
         chain.extend(len(token_ids) // self._block_size, token_ids)
         return self.lookup.find(seq_id, chain, token_ids, max_tokens)
 
+    def adopt(self, seq_id: int, chain: HashChain) -> None:
+        """A new sequence's hashes are known: they were computed with the same key, and `chain` is its own now."""
+        self.chains[seq_id] = chain
+
     def num_blocks(self, seq_id: int, token_ids: Sequence[int], key: ContentKey, max_tokens: int) -> int:
         """The whole blocks that `look_up` finds; O(1) while nothing that this depends on has changed."""
         num_blocks = self._hit_lengths.get(seq_id, max_tokens)
@@ -88,17 +92,18 @@ class PrefixSharing:
 
     def publish(self, seq_id: int, blocks: SequenceBlocks, token_ids: Sequence[int], num_full: int) -> None:
         """The first `num_full` blocks are computed: let others find those that are still in the tables."""
-        chain = self.chains[seq_id]
+        chain, evicted = self.chains[seq_id], self._tiers.evicted
         chain.extend(num_full, token_ids)
+        if blocks.num_full < blocks.num_announced:
+            self.withdraw(seq_id, blocks, blocks.num_full, num_full)
         for index in range(blocks.num_full, num_full):
             block_hash, tokens = chain.block(index)
-            self.withdraw(seq_id, blocks, index, index + 1)
-            self._tiers.evicted.discard(block_hash)
+            evicted.discard(block_hash)
             for group in self._token_groups:
                 table = blocks.tables[group]
                 if index >= table.first:
-                    content = BlockContent(group, chain.parent(index), tokens, index, block_hash)
-                    content.salt = chain.key.cache_salt
+                    salt = chain.key.cache_salt
+                    content = BlockContent(group, chain.parent(index), tokens, index, block_hash, salt=salt)
                     self._publish(table, content)
 
     def publish_tail(self, seq_id: int, blocks: SequenceBlocks, token_ids: Sequence[int], num_computed: int) -> None:
@@ -124,10 +129,11 @@ class PrefixSharing:
 
     def withdraw(self, seq_id: int, blocks: SequenceBlocks, start: int, end: int) -> None:
         """Blocks `start` to `end` are not being computed by this sequence any more."""
+        chain, computing = self.chains[seq_id], self.lookup.computing
         for index in range(start, min(end, blocks.num_announced)):
-            block_hash = self.chains[seq_id].block(index)[0]
-            if self.lookup.computing.get(block_hash) == seq_id:
-                del self.lookup.computing[block_hash]
+            block_hash = chain.parent(index + 1)
+            if computing.get(block_hash) == seq_id:
+                del computing[block_hash]
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """Give a forked sequence a hash chain of its own."""

@@ -90,7 +90,8 @@ class BlockTracker:
 
     def add(self, block_id: int, content: BlockContent) -> None:
         """Record the content of a block whose tokens, or more of them than before, have been computed."""
-        self.discard(block_id)
+        if block_id in self._contents:
+            self.discard(block_id)
         self._contents[block_id] = content
         if self.touched is not None:
             self.touched.add(block_id)
@@ -109,8 +110,9 @@ class BlockTracker:
         if self.touched is not None:
             self.touched.add(block_id)
         children = self._children[content.group]
-        del children[content.parent][block_id]
-        if not children[content.parent]:
+        siblings = children[content.parent]
+        del siblings[block_id]
+        if not siblings:
             del children[content.parent]
         if content.block_hash is not None:
             del self._by_hash[content.group][content.block_hash]
@@ -138,8 +140,12 @@ class BlockTracker:
     def find_tail(self, group: int, parent: BlockHash, tokens: bytes) -> tuple[int, int] | None:
         """Of the blocks that follow this prefix, the one that begins with the most of `tokens`, and their number."""
         best: tuple[int, int] | None = None
+        first, contents = tokens[:TOKEN_BYTES], self._contents
         for block_id in islice(reversed(self._children[group].get(parent, {})), MAX_TAIL_CANDIDATES):
-            num_tokens = _common_tokens(self._contents[block_id].tokens, tokens)
+            others = contents[block_id].tokens
+            if not others.startswith(first):  # as most do not
+                continue
+            num_tokens = _common_tokens(others, tokens)
             if num_tokens > (best[1] if best else 0):
                 best = (block_id, num_tokens)
         return best

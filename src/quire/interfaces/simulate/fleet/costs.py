@@ -29,6 +29,7 @@ class StepRow(msgspec.Struct, frozen=True):
     """Tokens of each sequence that were computed before."""
     step_ms: Annotated[float, Meta(gt=0, le=1e9)]
     tensor_parallel_size: Number = 1
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +46,22 @@ class CostCurve:
     """The curve is that of one engine; one of more ranks takes this many times less."""
     swapped_block_s: float = 2e-5
 
-    def seconds(self, batch: Batch) -> float:
-        """Return the seconds that the batch takes."""
-        num_tokens = num_draws = context = 0
-        pairs = 0.0
-        for scheduled in batch.sequences:
-            num, start = len(scheduled.token_ids), scheduled.start
-            num_tokens += num
-            context += start
-            num_draws += scheduled.drawn is not None
-            if num > 1:
-                pairs += num * (start + num / 2)
-        swapped = sum([len(transfer.pairs) for transfer in batch.transfers])
-        return self._seconds(num_tokens, num_draws, context, pairs) + self.swapped_block_s * swapped
-
-    def decode_seconds(self, num_seqs: int, context: int) -> float:
-        """Return the seconds of a step in which `num_seqs` sequences get a token, behind `context` tokens in all."""
-        return self._seconds(num_seqs, num_seqs, context, 0.0)
-
-    def _seconds(self, num_tokens: int, num_draws: int, context: int, pairs: float) -> float:
+    def seconds(self, batch: Batch | None, num_decodes: int = 0, context: int = 0) -> float:
+        """Return the seconds of a step that computes the batch, if any, and beside it a token each of `num_decodes`
+        sequences, behind `context` tokens in all."""
+        num_tokens = num_draws = num_decodes
+        pairs, swapped = 0.0, 0
+        if batch is not None:
+            for scheduled in batch.sequences:
+                num, start = len(scheduled.token_ids), scheduled.start
+                num_tokens += num
+                context += start
+                num_draws += scheduled.drawn is not None
+                if num > 1:
+                    pairs += num * (start + num / 2)
+            swapped = sum([len(transfer.pairs) for transfer in batch.transfers])
         own_s = self.draw_s * num_draws + self.context_s * context + self.pair_s * pairs
-        return (self._tokens_s(num_tokens) + own_s) / self.speedup
+        return (self._tokens_s(num_tokens) + own_s) / self.speedup + self.swapped_block_s * swapped
 
     def _tokens_s(self, num_tokens: int) -> float:
         """The curve at a number of tokens, which goes on with its last slope; a step without tokens takes no time."""
@@ -139,4 +135,7 @@ def _read(path: Path) -> list[StepRow]:
                 raise ConfigError(f"{path}, line {number}: {error}") from error
     if not rows:
         raise ConfigError(f"{path} has no rows: write them with quire bench steps")
+    models = sorted({row.model for row in rows if row.model is not None})
+    if len(models) > 1:
+        raise ConfigError(f"{path} has rows of several models, {', '.join(models)}: keep those of one")
     return rows
