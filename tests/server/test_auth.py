@@ -165,11 +165,11 @@ def test_middleware_passes_its_arguments_on_unchanged():
     scope = {"type": "http", "method": "GET", "headers": [(b"authorization", b"Bearer k"), (b"host", b"localhost")]}
     begin_request(scope)
     keys = ApiKeys.load(ServerArgs(api_key=("k",)), {})
-    asyncio.run(Authentication(inner, keys)(scope, receive, send))
-    asyncio.run(AllowedHosts(inner, ())(scope, receive, send))
+    for middleware in (Authentication(inner, keys), Administration(inner, keys), AllowedHosts(inner, ())):
+        asyncio.run(middleware(scope, receive, send))
     lifespan = {"type": "lifespan"}
     asyncio.run(AllowedHosts(inner, ())(lifespan, receive, send))
-    assert seen == [(scope, receive, send), (scope, receive, send), (lifespan, receive, send)]
+    assert seen == [(scope, receive, send)] * 3 + [(lifespan, receive, send)]
 
 
 def test_both_shapes_of_the_answer():
