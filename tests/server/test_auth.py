@@ -111,6 +111,7 @@ def test_a_repeated_key_must_have_the_same_name(tmp_path):
 
 def test_a_server_without_keys_has_an_empty_set_of_keys():
     assert not ApiKeys.load(ServerArgs(), {})
+    assert not ApiKeys.load_admin(ServerArgs(), {})
     assert ApiKeys.load(ServerArgs(api_key=("k",)), {})
     assert not ApiKeys.load(ServerArgs(), {"QUIRE_API_KEY": " , "})
 
@@ -230,9 +231,11 @@ def test_admin_keys_have_sources_of_their_own(tmp_path):
     assert not admins.overlaps(keys)
     assert admins.overlaps(ApiKeys.load(ServerArgs(api_key=("toor",)), {}))
     path.write_text("topsecret\n")
-    with pytest.raises(ConfigError, match=r"admin_key_file=.*line 1") as raised:
+    with pytest.raises(ConfigError, match=r"^admin_key_file=.*line 1") as raised:
         ApiKeys.load_admin(args, {})
     assert "topsecret" not in str(raised.value)
+    with pytest.raises(ConfigError, match="the admin key named 'key-1' is empty"):
+        ApiKeys.load_admin(ServerArgs(admin_key=("",)), {})
 
 
 def test_administration_requires_a_key_and_that_there_is_one():
