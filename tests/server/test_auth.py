@@ -111,6 +111,7 @@ def test_a_repeated_key_must_have_the_same_name(tmp_path):
 
 def test_a_server_without_keys_has_an_empty_set_of_keys():
     assert not ApiKeys.load(ServerArgs(), {})
+    assert not ApiKeys.load_admin(ServerArgs(), {})
     assert ApiKeys.load(ServerArgs(api_key=("k",)), {})
     assert not ApiKeys.load(ServerArgs(), {"QUIRE_API_KEY": " , "})
 
@@ -165,11 +166,11 @@ def test_middleware_passes_its_arguments_on_unchanged():
     scope = {"type": "http", "method": "GET", "headers": [(b"authorization", b"Bearer k"), (b"host", b"localhost")]}
     begin_request(scope)
     keys = ApiKeys.load(ServerArgs(api_key=("k",)), {})
-    asyncio.run(Authentication(inner, keys)(scope, receive, send))
-    asyncio.run(AllowedHosts(inner, ())(scope, receive, send))
+    for middleware in (Authentication(inner, keys), Administration(inner, keys), AllowedHosts(inner, ())):
+        asyncio.run(middleware(scope, receive, send))
     lifespan = {"type": "lifespan"}
     asyncio.run(AllowedHosts(inner, ())(lifespan, receive, send))
-    assert seen == [(scope, receive, send), (scope, receive, send), (lifespan, receive, send)]
+    assert seen == [(scope, receive, send)] * 3 + [(lifespan, receive, send)]
 
 
 def test_both_shapes_of_the_answer():
@@ -230,9 +231,11 @@ def test_admin_keys_have_sources_of_their_own(tmp_path):
     assert not admins.overlaps(keys)
     assert admins.overlaps(ApiKeys.load(ServerArgs(api_key=("toor",)), {}))
     path.write_text("topsecret\n")
-    with pytest.raises(ConfigError, match=r"admin_key_file=.*line 1") as raised:
+    with pytest.raises(ConfigError, match=r"^admin_key_file=.*line 1") as raised:
         ApiKeys.load_admin(args, {})
     assert "topsecret" not in str(raised.value)
+    with pytest.raises(ConfigError, match="the admin key named 'key-1' is empty"):
+        ApiKeys.load_admin(ServerArgs(admin_key=("",)), {})
 
 
 def test_administration_requires_a_key_and_that_there_is_one():

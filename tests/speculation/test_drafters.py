@@ -5,7 +5,7 @@ import pytest
 
 from quire.config.speculative import METHODS, SpeculativeConfig
 from quire.engine.drafting.drafters import OthersTokens, OwnTokens, Predicted, make_drafters
-from quire.engine.drafting.lookup import NO_DRAFT
+from quire.engine.drafting.lookup import NO_DRAFT, Draft
 from quire.engine.requests.sequence import SequenceGroup
 from quire.kv.prefix_cache.content_hash import ContentKey
 from tests.engine.fake import Harness
@@ -52,6 +52,9 @@ def test_an_output_is_found_by_the_end_of_its_prompt() -> None:
     drafter.finish(first, first.seqs[0])
     assert proposed(drafter, request(list(range(20, 30)), [])) == [40, 41]
     assert proposed(drafter, request([12, 13], [])) == [], "of a prompt only the end is kept"
+    short = request([50, 51], [60, 61])
+    drafter.finish(short, short.seqs[0])
+    assert proposed(drafter, request([50, 51], [])) == [60, 61], "of a short prompt all is kept"
 
 
 def test_an_output_of_one_token_is_not_kept() -> None:
@@ -66,7 +69,7 @@ def test_what_is_predicted_is_proposed_from_its_beginning_on_and_again_behind_a_
     group = request([1, 2], [])
     assert drafter.propose(group, group.seqs[0], 8) == NO_DRAFT
     group.prediction = np.array([5, 6, 7, 8, 9, 5, 6, 10], np.int32)
-    assert proposed(drafter, group, 3) == [5, 6, 7]
+    assert drafter.propose(group, group.seqs[0], 3) == Draft((5, 6, 7), (0.9,) * 3)
     group.seqs[0].extend([5, 6, 7])
     assert proposed(drafter, group, 3) == [8, 9, 5]
     group.seqs[0].extend([30, 31])
@@ -77,12 +80,15 @@ def test_what_is_predicted_is_proposed_from_its_beginning_on_and_again_behind_a_
     assert proposed(drafter, group) == []
 
 
-def test_a_prediction_that_is_over_proposes_nothing() -> None:
+def test_a_prediction_that_is_over_proposes_nothing_but_what_it_repeats() -> None:
     group = request([1, 2], [5, 6])
     group.prediction = np.array([5, 6], np.int32)
     assert proposed(Predicted(CONFIG), group) == []
     group.seqs[0].extend([5])
     assert proposed(Predicted(CONFIG), group) == [6]
+    repeated = request([1, 2], [5, 6, 5, 6])
+    repeated.prediction = np.array([5, 6, 5, 6], np.int32)
+    assert proposed(Predicted(CONFIG), repeated) == [5, 6]
 
 
 @pytest.mark.parametrize("kind", [OwnTokens, Predicted])
