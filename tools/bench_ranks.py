@@ -165,10 +165,11 @@ def connected(num_bytes: int) -> Callable[[int], Callable[[], object]]:
 
 def gloo(num_bytes: int) -> Callable[[int], Callable[[], object]]:
     """Gathers of torch.distributed with gloo."""
-    store = torch.distributed.HashStore()
+    distributed: Any = torch.distributed  # whose stubs lack what is used here
+    store = distributed.HashStore()
 
     def make(rank: int) -> Callable[[], object]:
-        group = torch.distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+        group = distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
         x = torch.zeros(num_bytes // 4)
         out = [torch.empty_like(x) for _ in range(2)]
 

@@ -168,9 +168,8 @@ class MemoryPlan:
             layers = ", ".join(f"{first} to {end - 1}" for first, end in stages)
             of_last = "; this machine has the last" if len(self.config.parallel.own_stages) < len(stages) else ""
             rows["stages"] = f"{len(stages)}, of the layers {layers}{of_last}"
-        if (num_machines := self.config.parallel.num_machines) > 1:
-            all_ranks = self.config.parallel.tensor_parallel_size
-            rows["machines"] = f"{num_machines}, with {all_ranks} ranks; what is counted is this one's part"
+        if (parallel := self.config.parallel).num_machines > 1:
+            rows["machines"] = f"{parallel.num_machines}, with {parallel.tensor_parallel_size} ranks; this one's count"
         if self.num_ranks > 1:
             rows["ranks"] = (
                 f"{self.num_ranks} processes, in which all this is counted; each needs about "
@@ -372,8 +371,8 @@ def _kv_cache(
 
 def _processes(parallel: ParallelConfig) -> dict[str, Any]:
     """The processes that share the cache, as `kv_cache_config` takes them."""
-    num_ranks, num_machines = parallel.tensor_parallel_size, parallel.num_machines
-    return {"num_ranks": num_ranks, "num_machines": num_machines, "stages": parallel.own_stages}
+    machines = {"num_machines": parallel.num_machines, "stages": parallel.own_stages}
+    return {"num_ranks": parallel.tensor_parallel_size, **machines}
 
 
 def _kv_cache_specs(model: type[Model], config: EngineConfig) -> list[KVCacheSpec]:
@@ -384,9 +383,11 @@ def _kv_cache_specs(model: type[Model], config: EngineConfig) -> list[KVCacheSpe
 
 def _draft_specs(config: EngineConfig) -> list[KVCacheSpec]:
     """Those of the draft model, none without one."""
-    if config.draft is None:
-        return []
-    return _kv_cache_specs(class_of(config.draft), dataclasses.replace(config, model=config.draft))
+    return (
+        []
+        if config.draft is None
+        else _kv_cache_specs(class_of(config.draft), dataclasses.replace(config, model=config.draft))
+    )
 
 
 def _bytes_left(cache: CacheConfig, machine: MachineMemory) -> int:

@@ -202,7 +202,7 @@ class StageLinks:
             StageLink(f"{names[0]} {number}", source, boundary, max_rows)
             for number, (boundary, source) in enumerate(zip(boundaries, sources, strict=True), start=names[1])
         ]
-        for link, following in zip(self._links, [*self._links[1:], None], strict=True):
+        for link, following in zip(self._links, [*self._links, None][1:], strict=True):
             link.pass_on = self._arrive if following is None else self._relay(following)
             link.when_lost = self._report
         for link in self._links:
