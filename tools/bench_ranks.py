@@ -4,22 +4,27 @@
 
 Both engines are alive and take turns. Prints one line of JSON per number of prompts: the quarter of the fastest decode
 steps of each, and the ratio of their speeds, above 1 where ranks are faster; and one for a prefill of 1,024 tokens.
-With --gathers, the time of a gather by the bytes that a rank adds.
+With --gathers, the time of a gather by the bytes that a rank adds: in shared memory, over a connection, and with gloo.
 """
 
 import argparse
 import json
 import os
+import socket
 import threading
 import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed
 
 from quire import LLM, SamplingParams, kernels
 from quire.config.parallel import Shard
 
 CPUS = sorted(os.sched_getaffinity(0))
+SLOT_BYTES, WIDTH = 512 * 1024, 256
 
 
 def quarter(times: list[float]) -> float:
@@ -95,36 +100,86 @@ def report(args: argparse.Namespace, what: dict[str, int], one_s: float, ranks_s
 
 
 def gathers() -> None:
-    """Print the time of a gather of two ranks, by the bytes that each adds: recorded, in pinned threads."""
-    slot, width = 512 * 1024, 256
+    """Print the time of a gather of two ranks, by the bytes that each adds: in shared memory and over a connection,
+    both recorded, and with gloo. The ranks are pinned threads; connections are those of the loopback device."""
     for num_bytes in (1024, 4096, 16384, 65536, 262144, 1048576):
-        memory = os.memfd_create("ranks")
-        os.ftruncate(memory, kernels.rank_memory_bytes(2, slot))
-        times, barrier = list[float](), threading.Barrier(2)
+        row = {"bytes": num_bytes}
+        for name, make in (("shared", shared), ("connection", connected), ("gloo", gloo)):
+            row[f"{name}_us"] = round(1e6 * time_of(make(num_bytes)), 2)  # type: ignore[assignment]
+        print(json.dumps(row), flush=True)
 
-        def run(rank: int, memory: int, num_bytes: int, times: list[float], barrier: threading.Barrier) -> None:
-            os.sched_setaffinity(0, {CPUS[rank]})  # of this thread alone
-            ranks = kernels.Ranks.join(Shard(rank, 2), memory, slot)
-            gather, x = kernels.Gather(ranks, [width, width]), torch.zeros(num_bytes // (4 * width), width)
-            backend = kernels.backend_for("cpu")
-            graph, workspace = backend.graph(), backend.workspace()
-            with workspace.recording(), graph.record():
-                for _ in range(100):
-                    gather(x)
-            barrier.wait()
-            for _ in range(20):
-                start = time.perf_counter()
-                graph.replay()
-                times.append((time.perf_counter() - start) / 100)
 
-        given = memory, num_bytes, times, barrier
-        threads = [threading.Thread(target=run, args=(rank, *given)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        print(json.dumps({"bytes": num_bytes, "gather_us": round(1e6 * quarter(times), 2)}), flush=True)
-        os.close(memory)
+def time_of(make: Callable[[int], Callable[[], object]]) -> float:
+    """The time of one of the 100 gathers that `make` returns for a rank, in both ranks at once."""
+    times, barrier = list[float](), threading.Barrier(2)
+
+    def run(rank: int) -> None:
+        os.sched_setaffinity(0, {CPUS[rank]})  # of this thread alone
+        gather_100_times = make(rank)
+        barrier.wait()
+        for _ in range(20):
+            start = time.perf_counter()
+            gather_100_times()
+            times.append((time.perf_counter() - start) / 100)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return quarter(times)
+
+
+def shared(num_bytes: int, wires: Sequence[socket.socket] = ()) -> Callable[[int], Callable[[], object]]:
+    """Gathers of two ranks of one machine; with `wires`, which are kept, of one rank on each of two."""
+    files = [os.memfd_create("ranks") for _ in range(len(wires) or 1)]
+    for file in files:
+        os.ftruncate(file, kernels.rank_memory_bytes(2, SLOT_BYTES))
+
+    def make(rank: int) -> Callable[[], object]:
+        given: dict[str, Any] = {"own": (rank, rank + 1), "sockets": [wires[rank].fileno()]} if wires else {}
+        ranks = kernels.Ranks.join(Shard(rank, 2), files[rank % len(files)], SLOT_BYTES, **given)
+        gather, x = kernels.Gather(ranks, [WIDTH, WIDTH]), torch.zeros(num_bytes // (4 * WIDTH), WIDTH)
+        backend = kernels.backend_for("cpu")
+        graph, workspace = backend.graph(), backend.workspace()
+        with workspace.recording(), graph.record():
+            for _ in range(100):
+                gather(x)
+
+        def replay(*_: object, kept: object = (workspace, ranks, gather, x, wires)) -> None:
+            graph.replay()
+
+        return replay
+
+    return make
+
+
+def connected(num_bytes: int) -> Callable[[int], Callable[[], object]]:
+    """Gathers of two machines, as a connection of the loopback device joins them."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        wires = [socket.create_connection(server.getsockname()), server.accept()[0]]
+    for wire in wires:
+        wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return shared(num_bytes, wires)
+
+
+def gloo(num_bytes: int) -> Callable[[int], Callable[[], object]]:
+    """Gathers of torch.distributed with gloo."""
+    distributed: Any = torch.distributed  # whose stubs lack what is used here
+    store = distributed.HashStore()
+
+    def make(rank: int) -> Callable[[], object]:
+        group = distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+        x = torch.zeros(num_bytes // 4)
+        out = [torch.empty_like(x) for _ in range(2)]
+
+        def run() -> None:
+            for _ in range(100):
+                group.allgather([out], [x]).wait()
+
+        return run
+
+    return make
 
 
 def main() -> None:

@@ -1,3 +1,5 @@
+#include <nanobind/stl/vector.h>
+
 #include <algorithm>
 
 #include "binding.h"
@@ -9,7 +11,7 @@ namespace quire {
 // The calls of a group are kernels: a recording keeps them, and the group must live as long as it.
 void bind_ranks(nb::module_& module) {
   nb::class_<RankGroup>(module, "RankGroup")
-      .def(nb::init<int, int, int, int64_t, int64_t>())
+      .def(nb::init<int, int, int, int64_t, int64_t, int, int, const std::vector<int>&>())
       .def_prop_ro("address", [](RankGroup& group) { return reinterpret_cast<uintptr_t>(&group); })
       .def("stop", &RankGroup::stop)
       .def("restart", &RankGroup::restart);

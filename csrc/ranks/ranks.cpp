@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -81,12 +82,23 @@ int64_t RankGroup::memory_bytes(int count, int64_t slot_bytes) {
   return int64_t(sizeof(Header)) + count * (int64_t(sizeof(Post)) + 2 * slot_bytes);
 }
 
-RankGroup::RankGroup(int file, int rank, int count, int64_t slot_bytes, int64_t patience)
-    : rank_(rank), count_(count), parent_(getppid()), slot_bytes_(slot_bytes), patience_(patience) {
+RankGroup::RankGroup(int file, int rank, int count, int64_t slot_bytes, int64_t patience, int first, int own,
+                     const std::vector<int>& sockets)
+    : rank_(rank),
+      count_(count),
+      parent_(getppid()),
+      first_(first),
+      own_(own),
+      slot_bytes_(slot_bytes),
+      patience_(patience) {
   static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == 4);
   void* memory = mmap(nullptr, size_t(memory_bytes(count, slot_bytes)), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   if (memory == MAP_FAILED) throw std::runtime_error("the memory that ranks share cannot be mapped");
   memory_ = static_cast<char*>(memory);
+  if (!sockets.empty()) {
+    auto& is_stopped = reinterpret_cast<Header*>(memory_)->is_stopped;
+    wire_ = std::make_unique<Wire>(sockets, first, own, count, slot_bytes, is_stopped);
+  }
 }
 
 RankGroup::~RankGroup() { munmap(memory_, size_t(memory_bytes(count_, slot_bytes_))); }
@@ -129,27 +141,48 @@ void RankGroup::wait(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleeper
   }
 }
 
-void RankGroup::exchange(int64_t rows, int64_t row_bytes, uint64_t tag, bool reads,
-                         FunctionRef<void(int64_t, int64_t, char*)> write,
+void RankGroup::wait_for_piece(int rank, uint64_t tag) const {
+  wait(post(rank).head, post(rank).head_sleepers, piece_ + 1, rank);
+  if (post(rank).tags[piece_ % 2] != tag) {
+    throw std::runtime_error("rank " + std::to_string(rank) + " computes something else");
+  }
+}
+
+void RankGroup::cross(const Rows& rows, int64_t count) {
+  for (int r = first_ + 1; r < first_ + own_; ++r) wait_for_piece(r, rows.tag);
+  auto place = [&](int r) { return slot(r, piece_); };
+  auto num_bytes = [&](int r) { return count * rows.row_bytes(r); };
+  wire_->exchange({piece_, rows.tag, !rows.first_only, place, num_bytes}, patience_);
+  for (int r = 0; r < count_; ++r) {
+    if (first_ <= r && r < first_ + own_) continue;
+    Post& its = post(r);
+    its.tags[piece_ % 2] = rows.tag;
+    for (auto [word, sleepers] : {std::pair(&its.head, &its.head_sleepers), std::pair(&its.tail, &its.tail_sleepers)}) {
+      word->store(piece_ + 1);
+      if (sleepers->load() > 0) wake(*word);
+    }
+  }
+}
+
+void RankGroup::exchange(const Rows& rows, FunctionRef<void(int64_t, int64_t, char*)> write,
                          FunctionRef<void(int, int64_t, int64_t, const char*)> read) {
-  if (row_bytes > slot_bytes_) throw std::runtime_error("a row is larger than what ranks share");
-  const int64_t step = std::max<int64_t>(1, slot_bytes_ / std::max<int64_t>(1, row_bytes));
-  for (int64_t begin = 0; begin < rows; begin += step) {
-    const int64_t end = std::min(rows, begin + step);
+  if (rows.most_bytes > slot_bytes_) throw std::runtime_error("a row is larger than what ranks share");
+  const bool reads = rank_ == 0 || !rows.first_only;
+  const int64_t step = std::max<int64_t>(1, slot_bytes_ / std::max<int64_t>(1, rows.most_bytes));
+  for (int64_t begin = 0; begin < rows.count; begin += step) {
+    const int64_t end = std::min(rows.count, begin + step);
     for (int r = 0; r < count_; ++r) {  // of the piece before the last
       if (r != rank_) wait(post(r).tail, post(r).tail_sleepers, piece_ - 1, r);
     }
     Post& own = post(rank_);
     write(begin, end, slot(rank_, piece_));
-    own.tags[piece_ % 2] = tag;
+    own.tags[piece_ % 2] = rows.tag;
     own.head.store(piece_ + 1);
     if (own.head_sleepers.load() > 0) wake(own.head);
+    if (wire_) cross(rows, end - begin);
     for (int i = 1; reads && i < count_; ++i) {
       const int r = (rank_ + i) % count_;
-      wait(post(r).head, post(r).head_sleepers, piece_ + 1, r);
-      if (post(r).tags[piece_ % 2] != tag) {
-        throw std::runtime_error("rank " + std::to_string(r) + " computes something else");
-      }
+      wait_for_piece(r, rows.tag);
       read(r, begin, end, slot(r, piece_));
     }
     own.tail.store(piece_ + 1);
@@ -167,10 +200,10 @@ void RankGroup::gather(const char* x, int64_t rows, const int64_t* bounds, char*
       }
     });
   };
-  const int64_t own_bytes = bounds[rank_ + 1] - bounds[rank_];
+  auto row_bytes = [&](int r) { return bounds[r + 1] - bounds[r]; };
+  const int64_t own_bytes = row_bytes(rank_);
   int64_t most = 0;
-  for (int r = 0; r < count_; ++r) most = std::max(most, bounds[r + 1] - bounds[r]);
-  const bool reads = rank_ == 0 || !first_only;
+  for (int r = 0; r < count_; ++r) most = std::max(most, row_bytes(r));
   auto write = [&](int64_t begin, int64_t end, char* to) {
     if (rank_ != 0 || !first_only) {
       for_row_ranges(begin, end, own_bytes, [&](int64_t first, int64_t last) {
@@ -179,8 +212,9 @@ void RankGroup::gather(const char* x, int64_t rows, const int64_t* bounds, char*
     }
   };
   auto read = [&](int r, int64_t begin, int64_t end, const char* from) { copy_to_out(r, begin, end, from); };
-  exchange(rows, most, uint64_t(rows) << 40 ^ uint64_t(bounds[count_]) << 1 ^ uint64_t(first_only), reads, write, read);
-  if (reads) copy_to_out(rank_, 0, rows, x);
+  const uint64_t tag = uint64_t(rows) << 40 ^ uint64_t(bounds[count_]) << 1 ^ uint64_t(first_only);
+  exchange({rows, most, tag, first_only, row_bytes}, write, read);
+  if (rank_ == 0 || !first_only) copy_to_out(rank_, 0, rows, x);
 }
 
 void RankGroup::select(const char* x, int64_t rows, int64_t row_bytes, const int64_t* ids, const int64_t* bounds,
@@ -197,7 +231,8 @@ void RankGroup::select(const char* x, int64_t rows, int64_t row_bytes, const int
   auto read = [&](int r, int64_t begin, int64_t end, const char* from) {
     copy_of(r, begin, end, from, out + begin * row_bytes);
   };
-  exchange(rows, row_bytes, ~(uint64_t(rows) << 40 ^ uint64_t(row_bytes)), true, write, read);
+  auto any_bytes = [&](int) { return row_bytes; };
+  exchange({rows, row_bytes, ~(uint64_t(rows) << 40 ^ uint64_t(row_bytes)), false, any_bytes}, write, read);
 }
 
 void RankGroup::stop() {
@@ -206,11 +241,13 @@ void RankGroup::stop() {
     wake(post(r).head);
     wake(post(r).tail);
   }
+  if (wire_) wire_->stop();
 }
 
 void RankGroup::restart() {
   piece_ = 0;
-  if (rank_ != 0) return;
+  if (rank_ != first_) return;
+  if (wire_) wire_->restart();
   for (int r = 0; r < count_; ++r) {
     post(r).head.store(0);
     post(r).tail.store(0);

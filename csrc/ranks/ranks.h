@@ -4,11 +4,17 @@
 // piece: a rank writes a piece, says so in `head`, reads those of the others, and says in `tail` that it has. So a slot
 // is written again only after all have read it, and nothing but the pieces is ever copied. A rank that waits spins,
 // then yields its CPU, then sleeps, so that ranks which share a CPU come on too.
+//
+// Ranks of other machines have slots here too. The first rank of a machine sends them what this machine's ranks wrote,
+// fills their slots with what comes, and then writes their counters, so the others need not know where a rank is.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
+#include <vector>
 
+#include "ranks/wire.h"
 #include "runtime/thread_pool.h"
 
 namespace quire {
@@ -16,8 +22,10 @@ namespace quire {
 class RankGroup {
  public:
   // Maps the memory of the file, of memory_bytes(count, slot_bytes) zeros. A slot holds the largest row of a part. A
-  // rank that waits `patience` tenths of a second for another one throws std::runtime_error; 0: it waits for ever.
-  RankGroup(int file, int rank, int count, int64_t slot_bytes, int64_t patience);
+  // rank that waits `patience` tenths of a second for another one throws std::runtime_error; 0: it waits for ever. The
+  // ranks [first, first + own) are on this machine, and `sockets` lead its first rank to the others, as Wire says.
+  RankGroup(int file, int rank, int count, int64_t slot_bytes, int64_t patience, int first, int own,
+            const std::vector<int>& sockets);
   ~RankGroup();
   RankGroup(const RankGroup&) = delete;
   RankGroup& operator=(const RankGroup&) = delete;
@@ -34,7 +42,7 @@ class RankGroup {
   // From now on all ranks throw std::runtime_error instead of waiting.
   void stop();
 
-  // This rank begins anew, and if it is the first, all memory too: after stop(), while no rank is in a call.
+  // This rank begins anew, and if it is its machine's first, all memory too: after stop(), while no rank is in a call.
   void restart();
 
  private:
@@ -45,16 +53,31 @@ class RankGroup {
   char* slot(int rank, uint32_t piece) const;
   void wait(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers, uint32_t least, int rank) const;
 
-  // Moves `rows` rows in pieces: write(begin, end, slot) fills the own slot, and read(rank, begin, end, slot) takes
-  // what that rank wrote, unless this rank reads nothing. All ranks must give the same `tag`.
-  void exchange(int64_t rows, int64_t row_bytes, uint64_t tag, bool reads,
-                FunctionRef<void(int64_t, int64_t, char*)> write,
+  // What a call moves. A rank's part of a row has row_bytes(rank), at most `most_bytes`. With `first_only` rank 0 alone
+  // reads. All ranks must give the same `tag`.
+  struct Rows {
+    int64_t count, most_bytes;
+    uint64_t tag;
+    bool first_only;
+    FunctionRef<int64_t(int)> row_bytes;
+  };
+
+  // Moves rows in pieces: write(begin, end, slot) fills the own slot, and read(rank, begin, end, slot) takes what that
+  // rank wrote, unless this rank reads nothing.
+  void exchange(const Rows& rows, FunctionRef<void(int64_t, int64_t, char*)> write,
                 FunctionRef<void(int, int64_t, int64_t, const char*)> read);
 
+  // Waits until a rank has written the piece. Throws std::runtime_error if it computes something else.
+  void wait_for_piece(int rank, uint64_t tag) const;
+
+  // Exchanges a piece of `count` rows with other machines.
+  void cross(const Rows& rows, int64_t count);
+
   char* memory_;
-  const int rank_, count_, parent_;
+  const int rank_, count_, parent_, first_, own_;
   const int64_t slot_bytes_, patience_;
   uint32_t piece_ = 0;
+  std::unique_ptr<Wire> wire_;  // of the first rank of several machines
 };
 
 }  // namespace quire

@@ -1,10 +1,7 @@
 """Engines on several machines, as loopback addresses: equal bits, too little memory, links and stages that end."""
 
 import os
-import select
-import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,13 +14,13 @@ from quire import LLM, AsyncLLM, EngineArgs
 from quire.common import liveness
 from quire.common.errors import EngineBrokenError, OutOfMemoryError
 from quire.config.model import ModelConfig
-from quire.engine.llm_engine import LLMEngine
+from quire.runner.parallel.machines.node import Own
+from quire.runner.parallel.machines.nodes import fingerprint, join
 from quire.runner.parallel.pipeline import links, stage_process
-from quire.runner.parallel.pipeline.node import Own
-from quire.runner.parallel.pipeline.nodes import fingerprint, join
 from tests.async_llm import door as door_module
 from tests.async_llm.door import Door
 from tests.kernels.isas import needs_native
+from tests.parallel.machines import BOTH, Link, node_process, run_on
 from tests.parallel.ranks import answers, in_threads
 from tests.parallel.test_faults import PARAMS, PROMPTS, TINY, children_of, restarted, wait_until_gone
 from tests.parallel.test_nodes import HOST, PORT, InThread, machine, secret
@@ -50,9 +47,7 @@ def distant_stage(address: tuple[str, int], **own: Any) -> InThread:
     return InThread(run)
 
 
-TWO: dict[str, Any] = {
-    **TINY, "num_threads": 1, "nnodes": 2, "pipeline_parallel_size": 2, "master_addr": f"{HOST}:{PORT}"
-}  # fmt: skip
+TWO: dict[str, Any] = {**BOTH, "pipeline_parallel_size": 2}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -73,48 +68,6 @@ def test_a_machine_with_too_little_memory_says_so() -> None:
         with pytest.raises(OutOfMemoryError, match=message):
             LLM(**TWO)
         other.result()
-
-
-class Link(threading.Thread):
-    """Passes on what two sockets receive, until it is interrupted: then it keeps them open and passes on nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self._server = socket.create_server((HOST, 0))
-        self.address = self._server.getsockname()
-        self._interruption, self._interrupted = os.pipe()
-        self.start()
-
-    def run(self) -> None:
-        near, _ = self._server.accept()
-        while True:
-            with suppress(ConnectionRefusedError):
-                far = socket.create_connection((HOST, PORT))
-                break
-        self._socks = {near: far, far: near}
-        while True:
-            readable, _, _ = select.select([self._interruption, *self._socks], [], [])
-            if self._interruption in readable:
-                return
-            for sock in readable:
-                data = sock.recv(65536)
-                if not data:
-                    return
-                self._socks[sock].sendall(data)
-
-    def interrupt(self) -> None:
-        os.close(self._interrupted)
-        self.join(10)
-
-    def close(self) -> None:
-        for sock in (self._server, *self._socks):
-            sock.close()
-        os.close(self._interruption)
-
-
-def run_on(engine: LLMEngine) -> None:
-    while True:
-        engine.step()
 
 
 @pytest.mark.parametrize("is_idle", [False, True])
@@ -146,14 +99,8 @@ def test_a_link_that_is_interrupted_ends_the_engine(
 
 @pytest.fixture
 def node(secret: Path) -> Iterator[subprocess.Popen[bytes]]:
-    given = [f"--{name.replace('_', '-')}={value}" for name, value in TWO.items()]
-    command = [sys.executable, "-m", "quire", "serve", *given, "--node-rank=1", f"--master-secret-file={secret}"]
-    process = subprocess.Popen(command)
-    yield process
-    stages = children_of(process.pid)
-    process.terminate()
-    process.wait(10)
-    wait_until_gone(stages)
+    with node_process(secret, **TWO) as process:
+        yield process
 
 
 @pytest.mark.slow

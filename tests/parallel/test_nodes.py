@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,10 +16,10 @@ from quire import LLM, ConfigError, EngineArgs
 from quire.cli import main
 from quire.config.model import ModelConfig
 from quire.config.parallel import NodesConfig
+from quire.runner.parallel.machines import nodes
+from quire.runner.parallel.machines.node import run_node
+from quire.runner.parallel.machines.nodes import Hello, Welcome, admit, fingerprint, join
 from quire.runner.parallel.messages import Connection, to_frame
-from quire.runner.parallel.pipeline import nodes
-from quire.runner.parallel.pipeline.node import run_node
-from quire.runner.parallel.pipeline.nodes import Hello, Welcome, admit, fingerprint, join
 
 HOST = f"127.{os.getpid() >> 14 & 255}.{os.getpid() >> 7 & 127}.{1 + (os.getpid() & 127)}"
 """An address of this process alone, so that tests beside it can use the same port."""
@@ -29,6 +30,11 @@ WEIGHTS = "0123"
 def machine(rank: int, secret_file: Path | None = None, **given: Any) -> NodesConfig:
     secret = None if secret_file is None else str(secret_file)
     return dataclasses.replace(NodesConfig(2, rank, HOST, PORT, secret), **given)
+
+
+def close(*socks: socket.socket) -> None:
+    for sock in socks:
+        sock.close()
 
 
 class InThread(threading.Thread):
@@ -52,8 +58,13 @@ class InThread(threading.Thread):
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
-    (tmp_path / "secret").write_text("swordfish\n")
-    return tmp_path / "secret"
+    return secret_of(tmp_path / "secret", "swordfish\n")
+
+
+def secret_of(path: Path, content: str) -> Path:
+    path.write_text(content)
+    path.chmod(0o600)
+    return path
 
 
 def test_machines_that_have_the_secret_join_and_it_does_not_cross_the_wire(
@@ -66,11 +77,12 @@ def test_machines_that_have_the_secret_join_and_it_does_not_cross_the_wire(
     master = InThread(lambda: admit(machine(0, secret, **three), WEIGHTS))
     socks = [join(machine(rank, secret, **three), WEIGHTS) for rank in (2, 1)]
     accepted = master.result()
-    assert [sock.getpeername() for sock in accepted] == [sock.getsockname() for sock in reversed(socks)]
+    assert [[sock.getpeername()] for sock in reversed(socks)] == [
+        [sock.getsockname() for sock in each] for each in accepted
+    ]
     assert len(sent) == 6
     assert not any(b"swordfish" in frame for frame in sent)
-    for sock in (*socks, *accepted):
-        sock.close()
+    close(*socks, *[sock for each in accepted for sock in each])
 
 
 def test_what_follows_the_handshake_at_once_is_not_lost(secret: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,18 +94,19 @@ def test_what_follows_the_handshake_at_once_is_not_lost(secret: Path, monkeypatc
     master = InThread(lambda: admit(machine(0, secret), WEIGHTS))
     with join(machine(1, secret), WEIGHTS) as sock:
         assert sock.recv(4) == b"more"
-    master.result()[0].close()
+    close(*master.result()[0])
 
 
 @pytest.mark.parametrize(
     ("given", "weights", "message"),
     [
         (
-            {"secret_file": os.devnull},
+            {"secret_file": None},
             WEIGHTS,
-            "its secret is another one; give --master-secret-file or QUIRE_MASTER_SECRET",
+            "its secret is another one; give all the same in --master-secret-file",
         ),
         ({"nnodes": 3}, WEIGHTS, "it was started with nnodes=3, and machine 0 with 2"),
+        ({"num_ranks": 4}, WEIGHTS, "it divides 4 ranks among machines, and machine 0 stages; give all the same --"),
         ({"node_rank": 2}, WEIGHTS, "node_rank=2 must be 1 to 1"),
         ({}, "4567", "its weights, their quantization or the model's config.json differ from machine 0's"),
     ],
@@ -105,8 +118,7 @@ def test_a_machine_that_differs_is_refused_and_the_next_one_joins(
     with pytest.raises(ConfigError, match=f"machine 0 refuses this one: {message}") as refused:
         join(dataclasses.replace(machine(1, secret), **given), weights)
     assert "\n" not in str(refused.value)
-    with join(machine(1, secret), WEIGHTS), master.result()[0]:
-        pass
+    close(join(machine(1, secret), WEIGHTS), *master.result()[0])
 
 
 def test_another_version_and_a_machine_that_joins_twice_are_refused(
@@ -125,9 +137,7 @@ def test_another_version_and_a_machine_that_joins_twice_are_refused(
         patch.setattr(nodes, "Hello", older)
         with pytest.raises(ConfigError, match=r"it runs quire 0\.0\.1, and machine 0 .*; install the same"):
             join(machine(2, secret, nnodes=3), WEIGHTS)
-    with first, join(machine(2, secret, nnodes=3), WEIGHTS):
-        for sock in master.result():
-            sock.close()
+    close(first, join(machine(2, secret, nnodes=3), WEIGHTS), *[sock for (sock,) in master.result()])
 
 
 @pytest.mark.parametrize(
@@ -139,8 +149,45 @@ def test_what_is_no_machine_of_this_engine_is_ignored(said: bytes, secret: Path)
         with suppress(ConnectionRefusedError), socket.create_connection((HOST, PORT)) as stranger:
             stranger.sendall(said)
             break
-    with join(machine(1, secret), WEIGHTS), master.result()[0]:
-        pass
+    close(join(machine(1, secret), WEIGHTS), *master.result()[0])
+
+
+@pytest.mark.parametrize("said", [b"", b"\5"])
+def test_strangers_that_fall_silent_delay_no_machine(
+    said: bytes, secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "_HANDSHAKE_S", 600.0)
+    master = InThread(lambda: admit(machine(0, secret, nnodes=3), WEIGHTS))
+    first = join(machine(1, secret, nnodes=3), WEIGHTS)
+    strangers = [socket.create_connection((HOST, PORT)) for _ in range(nodes._MAX_GUESTS + 1)]
+    for stranger in strangers:
+        stranger.sendall(said)
+    second = join(machine(2, secret, nnodes=3), WEIGHTS)
+    close(first, second, *strangers, *[sock for (sock,) in master.result()])
+
+
+def test_a_stranger_that_falls_silent_is_sent_away(secret: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    master = InThread(lambda: admit(machine(0, secret, nnodes=3), WEIGHTS))
+    first = join(machine(1, secret, nnodes=3), WEIGHTS)
+    with monkeypatch.context() as patch, socket.create_connection((HOST, PORT), timeout=30) as stranger:
+        patch.setattr(nodes, "_HANDSHAKE_S", 0.1)
+        with suppress(ConnectionResetError):
+            while stranger.recv(4096):
+                pass
+    close(first, join(machine(2, secret, nnodes=3), WEIGHTS), *[sock for (sock,) in master.result()])
+
+
+def test_a_machine_that_has_ended_before_the_others_came_joins_again(secret: Path) -> None:
+    master = InThread(lambda: admit(machine(0, secret, nnodes=3), WEIGHTS))
+    for lingers in (0, 1):  # with 1 for no time it ends with a reset
+        sock = join(machine(1, secret, nnodes=3), WEIGHTS)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", lingers, 0))
+        sock.close()
+    again = join(machine(1, secret, nnodes=3), WEIGHTS)
+    other = join(machine(2, secret, nnodes=3), WEIGHTS)
+    accepted = [sock for (sock,) in master.result()]
+    assert [each.getpeername() for each in accepted] == [again.getsockname(), other.getsockname()]
+    close(again, other, *accepted)
 
 
 @pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.6\r\n", b""])
@@ -163,7 +210,7 @@ def test_a_master_without_the_secret_is_noticed(secret: Path, monkeypatch: pytes
     master = InThread(lambda: admit(machine(0), WEIGHTS))
     with pytest.raises(ConfigError, match="what answers there does not have the secret"):
         join(machine(1, secret), WEIGHTS)
-    master.result()[0].close()
+    close(*master.result()[0])
 
 
 def test_machines_that_are_not_there_are_named(secret: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,9 +232,31 @@ def test_addresses_that_others_can_reach_need_a_secret(call: Any, monkeypatch: p
         call(machine(1, host="0.0.0.0", port=1), WEIGHTS)
     with pytest.raises(ConfigError, match="master_secret_file='/nonexistent' cannot be read"):
         call(machine(1, secret_file="/nonexistent"), WEIGHTS)
+    with pytest.raises(ConfigError, match=f"master_secret_file='{os.devnull}' is empty; write a secret to it"):
+        call(machine(1, secret_file=os.devnull), WEIGHTS)
     monkeypatch.delenv("QUIRE_MASTER_SECRET")
     with pytest.raises(ConfigError, match="the host is unknown"):
         call(machine(1, host="no.such.host.invalid"), WEIGHTS)
+
+
+def test_a_secret_that_others_can_read_is_warned_of(
+    secret: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nodes, "JOIN_S", 0.0)
+    monkeypatch.setattr(nodes.logger, "propagate", True)
+    for mode, num_warnings in ((0o600, 0), (0o640, 1)):
+        secret.chmod(mode)
+        with pytest.raises(ConfigError, match="no machine 0 answers"):
+            join(machine(1, secret), WEIGHTS)
+        assert caplog.text.count("can be read by others; run `chmod 600` on it") == num_warnings
+
+
+def test_a_port_that_is_in_use_is_named(secret: Path) -> None:
+    with (
+        socket.create_server((HOST, PORT)),
+        pytest.raises(ConfigError, match=f"{HOST}:29501: cannot listen there: .* in"),
+    ):
+        admit(machine(0, secret), WEIGHTS)
 
 
 def test_an_address_of_another_machine_cannot_be_listened_at(secret: Path) -> None:
@@ -218,7 +287,14 @@ def test_fingerprints_tell_weights_and_configs_apart(llama: Path) -> None:
     [
         ({"node_rank": 1}, "nnodes=1, node_rank=1: must be 1 or more, and 0 to nnodes - 1"),
         ({"nnodes": 0}, "nnodes=0, node_rank=0: must be 1 or more"),
-        ({"nnodes": 2}, "nnodes=2: each machine has one stage, so pipeline_parallel_size=1 must be 2"),
+        (
+            {"nnodes": 2},
+            "nnodes=2: each machine has one stage, so pipeline_parallel_size=1 must be 2, or it must be 1 a",
+        ),
+        ({"nnodes": 2, "tensor_parallel_size": 3}, "and tensor_parallel_size=3 a multiple of 2"),
+        ({"nnodes": 2, "pipeline_parallel_size": 4, "tensor_parallel_size": 2}, "pipeline_parallel_size=4 must be 2"),
+        ({"nnodes": 2, "node_rank": 2}, "nnodes=2, node_rank=2: must be 1 or more, and 0 to nnodes - 1"),
+        ({"nnodes": 2, "node_rank": -1}, "nnodes=2, node_rank=-1: must be 1 or more, and 0 to nnodes - 1"),
         ({"nnodes": 2, "pipeline_parallel_size": 2}, "master_addr=None must be HOST:PORT of machine 0"),
         ({"nnodes": 2, "pipeline_parallel_size": 2, "master_addr": "a:b"}, "master_addr='a:b' must be HOST:PORT"),
         ({"nnodes": 2, "pipeline_parallel_size": 2, "master_addr": "a:70000"}, "must be HOST:PORT of machine 0"),
@@ -240,11 +316,12 @@ def test_addresses_have_a_port(given: str, found: str) -> None:
     assert config.nodes.master_addr == found
 
 
-def test_only_machine_0_serves() -> None:
-    given: dict[str, Any] = {"nnodes": 2, "pipeline_parallel_size": 2, "master_addr": HOST}
-    with pytest.raises(ConfigError, match="node_rank=1: this machine computes a stage for machine 0; start it with"):
+@pytest.mark.parametrize("divided", ["pipeline_parallel_size", "tensor_parallel_size"])
+def test_only_machine_0_serves(divided: str) -> None:
+    given: dict[str, Any] = {"nnodes": 2, divided: 2, "master_addr": HOST}
+    with pytest.raises(ConfigError, match="node_rank=1: this machine computes for machine 0; start it with"):
         LLM(**given, node_rank=1)
-    with pytest.raises(ConfigError, match="node_rank=0 serves requests; a machine that only computes a stage"):
+    with pytest.raises(ConfigError, match="node_rank=0 serves requests; a machine that only computes"):
         run_node(EngineArgs(**given))
 
 

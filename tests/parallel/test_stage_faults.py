@@ -137,9 +137,9 @@ def test_a_stage_that_sends_nonsense_ends_the_engine(
     change: Callable[[States], Any], message: str, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = make()
-    send = stage_process._Sender.send
+    send = stage_process.Sender.send
     monkeypatch.setattr(
-        stage_process._Sender, "send", lambda self, m: send(self, change(m) if isinstance(m, States) else m)
+        stage_process.Sender, "send", lambda self, m: send(self, change(m) if isinstance(m, States) else m)
     )
     with pytest.raises(EngineBrokenError, match=message):
         answers_again(llm)
@@ -180,7 +180,7 @@ def test_a_stage_that_falls_silent_within_a_message_is_lost(monkeypatch: pytest.
 
     monkeypatch.setattr(links, "SILENCE_S", 0.3)
     lost = SimpleQueue[str]()
-    link = links.StageLink(0, Half, Boundary(1, 4, torch.float32), 8)
+    link = links.StageLink("stage 0", Half, Boundary(1, 4, torch.float32), 8)
     link.when_lost = lost.put
     link.start()
     assert lost.get(timeout=30) == "stage 0 was silent for 0.3 s"

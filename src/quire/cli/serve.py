@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
             f"nnodes={of_several[0].nnodes}: one model can run on several machines, and {len(models)} are given"
         )
     if of_several and of_several[0].node_rank > 0:
-        from quire.runner.parallel.pipeline.node import run_node
+        from quire.runner.parallel.machines.node import run_node
 
         run_node(of_several[0])
     from quire.server.serve import serve  # after the arguments are checked, because it loads the HTTP server

@@ -11,6 +11,9 @@ num_kernel_events = 0
 """Number of starts and ends of kernel calls in this process. While it grows, a long step is making progress; while it
 is odd, a kernel is running."""
 
+hang_timeout_s: float | None = None
+"""After how long without progress this process is ended, if it is a server's engine; None for never."""
+
 on_loss: Callable[[], object] | None = None
 """What is called, in some thread, when a process without which this one cannot go on has ended; None for nothing."""
 

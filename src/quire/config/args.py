@@ -165,7 +165,7 @@ class EngineArgs(metaclass=_NamesChecked):
     pipeline_parallel_size: int = arg(
         1, "stages into which the layers are divided, each in a process (tensor_parallel_size of them) of its own"
     )
-    nnodes: int = arg(1, "machines that compute each step together, each with one of the pipeline_parallel_size stages")
+    nnodes: int = arg(1, "machines that compute each step together, each with a stage or a part of the ranks")
     node_rank: int = arg(0, "number of this machine; 0 serves, and awaits the others at master_addr")
     master_addr: str | None = arg(None, "HOST:PORT at which machine 0 awaits the others; all machines get the same")
     master_secret_file: str | None = arg(
@@ -250,7 +250,12 @@ class EngineArgs(metaclass=_NamesChecked):
                 data_parallel_size=self.data_parallel_size,
                 pipeline_parallel_size=self.pipeline_parallel_size,
                 nodes=NodesConfig.read(
-                    self.nnodes, self.node_rank, self.master_addr, self.master_secret_file, self.pipeline_parallel_size
+                    self.nnodes,
+                    self.node_rank,
+                    self.master_addr,
+                    self.master_secret_file,
+                    self.pipeline_parallel_size,
+                    self.tensor_parallel_size,
                 ),
                 cpus=() if self.cpu_list is None else parse_cpu_list(self.cpu_list),
                 backend=self._backend(),

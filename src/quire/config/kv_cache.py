@@ -191,13 +191,15 @@ class KVCacheConfig:
     """Largest number of tokens of one sequence in a step. It limits the blocks that a group with a window uses."""
     num_ranks: int = 1
     """Processes that each keep a part of every block."""
+    num_machines: int = 1
+    """Among which these are divided. This one has the first, and so the largest parts."""
     stages: tuple[Range, ...] = ()
     """The layers of each stage of this machine. Each stage keeps its layers' part of every block, in `num_ranks`
     processes. Empty: one stage has all."""
 
     @property
     def block_bytes(self) -> int:
-        """A whole block, with all layers of its group, in all ranks."""
+        """A whole block, with all layers of its group, in all ranks of this machine."""
         if self.stages or self.num_ranks > 1:
             return sum([part.block_bytes for part in self._parts()])
         largest = max(group.block_bytes(self.block_size) for group in self.groups)
@@ -206,7 +208,7 @@ class KVCacheConfig:
     def of_rank(self, shard: Shard) -> KVCacheConfig:
         """What one rank allocates."""
         groups = tuple([group.of_rank(shard) for group in self.groups])
-        return dataclasses.replace(self, groups=groups, num_ranks=1)
+        return dataclasses.replace(self, groups=groups, num_ranks=1, num_machines=1)
 
     def of_stage(self, layers: Range) -> KVCacheConfig:
         """What the processes of one stage allocate: its layers, numbered from 0, and a draft model's in the last."""
@@ -224,7 +226,8 @@ class KVCacheConfig:
     def _parts(self) -> list[KVCacheConfig]:
         """What each process of this machine allocates."""
         stages = [self.of_stage(layers) for layers in self.stages] or [self]
-        return [stage.of_rank(Shard(rank, self.num_ranks)) for stage in stages for rank in range(self.num_ranks)]
+        own_ranks = range(self.num_ranks // self.num_machines)
+        return [stage.of_rank(Shard(rank, self.num_ranks)) for stage in stages for rank in own_ranks]
 
     @property
     def total_bytes(self) -> int:

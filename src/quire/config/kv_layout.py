@@ -60,14 +60,23 @@ def kv_cache_config(
     host_bytes: int = 0,
     max_chunk: int | None = None,
     num_ranks: int = 1,
+    num_machines: int = 1,
     stages: tuple[Range, ...] = (),
 ) -> KVCacheConfig:
-    """The cache that fits into `num_bytes` of all ranks and `stages` together, or of exactly `num_blocks`, also for the
-    layers of a draft model. OutOfMemoryError if no block fits."""
+    """The cache that fits into `num_bytes` of all ranks and `stages` of this machine, or of exactly `num_blocks`, with
+    the layers of a draft model, too. OutOfMemoryError if no block fits."""
     groups = group_layers(specs, block_size)
     if draft_specs:
         groups = with_draft_layers(groups, draft_specs)
-    config = KVCacheConfig(block_size, num_blocks, groups, max_chunk=max_chunk, num_ranks=num_ranks, stages=stages)
+    config = KVCacheConfig(
+        block_size,
+        num_blocks,
+        groups,
+        max_chunk=max_chunk,
+        num_ranks=num_ranks,
+        num_machines=num_machines,
+        stages=stages,
+    )
     block_bytes, num_needed = config.block_bytes, config.blocks_to_hold(1)
     if num_bytes is not None:
         config = dataclasses.replace(config, num_blocks=num_bytes // block_bytes if block_bytes else 0)

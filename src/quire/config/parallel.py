@@ -106,13 +106,21 @@ class NodesConfig:
     """The machines of an engine, and which one this is."""
 
     nnodes: int
-    """Machines, each with one stage."""
+    """Machines, each with one stage, or with an equal number of ranks of an engine without stages."""
     node_rank: int
-    """Of this one. Machine 0 has the engine's own process with the last stage, and machine n the stage n - 1."""
+    """Of this one. Machine 0 has the engine's own process, with the last stage or the first ranks. Machine n has the
+    stage n - 1, or the n-th part of the ranks."""
     host: str
     port: int
     """Where machine 0 waits for the others."""
     secret_file: str | None
+    num_ranks: int | None = None
+    """The ranks of all machines together; None: each machine has a stage."""
+
+    @property
+    def num_connections(self) -> int:
+        """Of each machine with machine 0: for messages, and for what ranks gather."""
+        return 1 if self.num_ranks is None else 2
 
     @property
     def master_addr(self) -> str:
@@ -121,22 +129,30 @@ class NodesConfig:
 
     @classmethod
     def read(
-        cls, nnodes: int, node_rank: int, master_addr: str | None, secret_file: str | None, num_stages: int
+        cls,
+        nnodes: int,
+        node_rank: int,
+        master_addr: str | None,
+        secret_file: str | None,
+        num_stages: int,
+        num_ranks: int = 1,
     ) -> "NodesConfig | None":
         """The arguments of that name; None for one machine. Raises ConfigError if they do not fit together."""
         if nnodes < 1 or not 0 <= node_rank < nnodes:
             raise ConfigError(f"nnodes={nnodes}, node_rank={node_rank}: must be 1 or more, and 0 to nnodes - 1")
         if nnodes == 1:
             return None
-        if num_stages != nnodes:
+        divides_ranks = num_stages == 1 and num_ranks > 1 and num_ranks % nnodes == 0
+        if num_stages != nnodes and not divides_ranks:
             raise ConfigError(
-                f"nnodes={nnodes}: each machine has one stage, so pipeline_parallel_size={num_stages} must be {nnodes}"
+                f"nnodes={nnodes}: each machine has one stage, so pipeline_parallel_size={num_stages} must be "
+                f"{nnodes}, or it must be 1 and tensor_parallel_size={num_ranks} a multiple of {nnodes}"
             )
         host, _, port = (master_addr or "").rpartition(":")
         host, port = (host, port) if host else (port, str(MASTER_PORT))
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ConfigError(f"nnodes={nnodes}: master_addr={master_addr!r} must be HOST:PORT of machine 0")
-        return cls(nnodes, node_rank, host.strip("[]"), int(port), secret_file)
+        return cls(nnodes, node_rank, host.strip("[]"), int(port), secret_file, num_ranks if divides_ranks else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +175,7 @@ class ParallelConfig:
     stages: tuple[Range, ...] = ()
     """The layers of each stage, as the memory plan divides them."""
     nodes: NodesConfig | None = None
-    """The machines of the stages. None: all stages are on this one."""
+    """The machines of the stages or ranks. None: all are on this one."""
     backend: str = "mp"
     """Where engines run, one of BACKENDS."""
 
@@ -189,6 +205,16 @@ class ParallelConfig:
     def own_stages(self) -> tuple[Range, ...]:
         """The stages of this machine."""
         return self.stages if self.nodes is None else self.stages[-1:]
+
+    @property
+    def num_machines(self) -> int:
+        """The machines among which the ranks of each stage are divided."""
+        return 1 if self.nodes is None or self.nodes.num_ranks is None else self.nodes.nnodes
+
+    @property
+    def own_ranks(self) -> int:
+        """The ranks of a stage on this machine."""
+        return self.tensor_parallel_size // self.num_machines
 
     @property
     def executor_name(self) -> str:

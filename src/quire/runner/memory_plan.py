@@ -16,7 +16,7 @@ from quire.config.checkpoint.safetensors import SINGLE_FILE
 from quire.config.kv_cache import DTYPE_BYTES, MAX_BLOCKS_PER_SEQ, KVCacheConfig, KVCacheSpec, NoCacheSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.machine import DiskSpeed, MachineMemory, disk_speed, format_bytes, machine_memory
-from quire.config.parallel import Shard
+from quire.config.parallel import ParallelConfig, Shard
 from quire.config.quantization import QUANT_METHOD
 from quire.models.activations import activation_bytes
 from quire.models.adapters.slots import adapter_reserve
@@ -70,7 +70,7 @@ class MemoryPlan:
     def num_ranks(self) -> int:
         """Processes of this machine that compute each step together. All sizes are those of all of them."""
         parallel = self.config.parallel
-        return parallel.tensor_parallel_size * max(1, len(parallel.own_stages))
+        return parallel.own_ranks * max(1, len(parallel.own_stages))
 
     @property
     def rank_bytes(self) -> int:
@@ -168,6 +168,8 @@ class MemoryPlan:
             layers = ", ".join(f"{first} to {end - 1}" for first, end in stages)
             of_last = "; this machine has the last" if len(self.config.parallel.own_stages) < len(stages) else ""
             rows["stages"] = f"{len(stages)}, of the layers {layers}{of_last}"
+        if (parallel := self.config.parallel).num_machines > 1:
+            rows["machines"] = f"{parallel.num_machines}, with {parallel.tensor_parallel_size} ranks; this one's count"
         if self.num_ranks > 1:
             rows["ranks"] = (
                 f"{self.num_ranks} processes, in which all this is counted; each needs about "
@@ -250,12 +252,12 @@ def _check_same_tokens(config: EngineConfig) -> None:
 
 
 def _weight_use(config: EngineConfig) -> WeightUse:
-    """Of the model, and of the draft model if there is one, in all ranks of all stages."""
+    """Of the model, and of the draft model if there is one, in all ranks of this machine."""
     ranks = _first_rank(config)
     use, *others = [weight_use(stage.model, ranks) for stage in own_stage_configs(config)]
     num_bytes = use.num_bytes + sum(each.num_bytes for each in others)
     num_bytes += 0 if config.draft is None else weight_use(config.draft, ranks).num_bytes
-    return dataclasses.replace(use, num_bytes=num_bytes * config.parallel.tensor_parallel_size)
+    return dataclasses.replace(use, num_bytes=num_bytes * config.parallel.own_ranks)
 
 
 def _first_rank(config: EngineConfig) -> kernels.Ranks | None:
@@ -269,7 +271,7 @@ def _share_out(args: EngineArgs, config: EngineConfig, weights: WeightUse) -> Me
     model = class_of(config.model)
     config = _with_whole_sequences(config, model.kv_cache_specs(config.model))
     machine = machine_memory().limited(config.cache.memory_limit_bytes)
-    num_ranks = config.parallel.tensor_parallel_size
+    num_ranks = config.parallel.own_ranks
     stages, ranks = own_stage_configs(config), _first_rank(config)
     lora, adapters = config.lora, 0
     if lora is not None:
@@ -347,8 +349,7 @@ def _kv_cache(
             f"not fit into {where} {format_bytes(machine.limit_bytes)}: lower it, or take a smaller model"
         )
     layout: dict[str, Any] = {"host_bytes": cache.swap_bytes, "max_chunk": config.scheduler.max_num_batched_tokens}
-    layout |= {"draft_specs": _draft_specs(config), "num_ranks": config.parallel.tensor_parallel_size}
-    layout |= {"stages": config.parallel.own_stages}
+    layout |= {"draft_specs": _draft_specs(config), **_processes(config.parallel)}
     if cache.num_blocks_override is not None:
         result = kv_cache_config(specs, cache.block_size, num_blocks=cache.num_blocks_override, **layout)
     else:
@@ -368,6 +369,12 @@ def _kv_cache(
     return result
 
 
+def _processes(parallel: ParallelConfig) -> dict[str, Any]:
+    """The processes that share the cache, as `kv_cache_config` takes them."""
+    machines = {"num_machines": parallel.num_machines, "stages": parallel.own_stages}
+    return {"num_ranks": parallel.tensor_parallel_size, **machines}
+
+
 def _kv_cache_specs(model: type[Model], config: EngineConfig) -> list[KVCacheSpec]:
     """The model's, in the dtype that the user wants."""
     specs = model.kv_cache_specs(config.model)
@@ -376,9 +383,11 @@ def _kv_cache_specs(model: type[Model], config: EngineConfig) -> list[KVCacheSpe
 
 def _draft_specs(config: EngineConfig) -> list[KVCacheSpec]:
     """Those of the draft model, none without one."""
-    if config.draft is None:
-        return []
-    return _kv_cache_specs(class_of(config.draft), dataclasses.replace(config, model=config.draft))
+    return (
+        []
+        if config.draft is None
+        else _kv_cache_specs(class_of(config.draft), dataclasses.replace(config, model=config.draft))
+    )
 
 
 def _bytes_left(cache: CacheConfig, machine: MachineMemory) -> int:
@@ -390,7 +399,6 @@ def _bytes_of_sequences(model: type[Model], config: EngineConfig, num_seqs: int,
     """Bytes for sequences of this number of tokens. More than max_num_seqs of max_model_len could never be filled."""
     specs = _kv_cache_specs(model, config)
     drafts = _draft_specs(config)
-    layout: dict[str, Any] = {"draft_specs": drafts, "num_ranks": config.parallel.tensor_parallel_size}
-    layout |= {"stages": config.parallel.own_stages}
+    layout: dict[str, Any] = {"draft_specs": drafts, **_processes(config.parallel)}
     cache = kv_cache_config(specs, config.cache.block_size, num_blocks=MAX_BLOCKS_PER_SEQ, **layout)
     return num_seqs * cache.blocks_to_hold(num_tokens) * cache.block_bytes

@@ -368,6 +368,7 @@ def main(descriptor: int) -> None:
     start = inbox.get()
     if not isinstance(start, messages.Start):
         return
+    liveness.hang_timeout_s = start.hang_timeout_s
     log_progress()
     if start.log_format is not None:
         set_up_logging(start.log_format)

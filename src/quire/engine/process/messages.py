@@ -31,6 +31,8 @@ class Start(msgspec.Struct, tag=True):
     """The fields of EngineArgs."""
     log_format: str | None = None
     """Format of the log, as in `set_up_logging`; None to leave logging as it is."""
+    hang_timeout_s: float | None = None
+    """After how long without progress the process is ended; None for never."""
 
 
 class Progress(msgspec.Struct):

@@ -54,7 +54,7 @@ class EngineClient:
         """
         client = cls(await launch(), hang_timeout_s)
         try:
-            client.send(messages.Start(dataclasses.asdict(args), log.chosen_format))
+            client.send(messages.Start(dataclasses.asdict(args), log.chosen_format, hang_timeout_s))
             message = await client._receive()
             if isinstance(message, messages.StartFailed):
                 raise error_named(message.kind, message.message)

@@ -1,24 +1,33 @@
 """Rank 0 of an engine of several ranks: the executor that the engine calls."""
 
+import socket
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from quire import kernels
 from quire.common.batch import Batch, ScheduledSequence, StepResult, encode
 from quire.common.errors import EngineBrokenError, error_named
 from quire.common.params import PoolerInfo
 from quire.config.args import EngineConfig
 from quire.config.kv_cache import KVCacheConfig
-from quire.config.parallel import Shard
 from quire.runner.parallel.configs import to_bytes
-from quire.runner.parallel.links import PATIENCE_S, ChildProcess, Launch, Links
-from quire.runner.parallel.messages import DraftPass, LoadAdapter, Restart, Start, Step, UnloadAdapter
-from quire.runner.parallel.placing import rank_threads
-from quire.runner.worker import States, make_worker
-
-_SLOT_BYTES = 512 * 1024
-"""Of what a rank shows the others at once: few enough for the caches that ranks share."""
+from quire.runner.parallel.links import PATIENCE_S, ChildProcess, Launch
+from quire.runner.parallel.machines.nodes import admit, fingerprint
+from quire.runner.parallel.messages import (
+    DraftPass,
+    Failed,
+    LoadAdapter,
+    Message,
+    Restart,
+    Start,
+    Step,
+    UnloadAdapter,
+    to_frame,
+)
+from quire.runner.parallel.own_ranks import OwnRanks
+from quire.runner.parallel.pipeline.links import StageLinks, check_loaded
+from quire.runner.worker import States
 
 
 class RanksExecutor:
@@ -32,30 +41,33 @@ class RanksExecutor:
     pooler: PoolerInfo | None = None
 
     def __init__(self, config: EngineConfig, kv_cache: KVCacheConfig, launch: Launch = ChildProcess) -> None:
-        """Start the ranks, and load the model in all. Raises what loading raises."""
-        num_ranks = config.parallel.tensor_parallel_size
-        slot_bytes = max(_SLOT_BYTES, 4 * config.model.vocab_size)
-        links = self._links = Links(num_ranks, kernels.rank_memory_bytes(num_ranks, slot_bytes), launch)
-        self._finalizer = weakref.finalize(self, links.close)
+        """Start the ranks, await those of other machines, and load the model in all. Raises what loading raises."""
+        nodes, count = config.parallel.nodes, config.parallel.own_ranks
+        joined = [] if nodes is None else admit(nodes, fingerprint(config.model))
+        wires = [wire for _, wire in joined]
+        config = replace(config, parallel=replace(config.parallel, nodes=None))
+        machines = self._machines = StageLinks(
+            [None] * len(joined), 0, [sock for sock, _ in joined], names=("machine", 1)
+        )
+        own = OwnRanks(config, count, launch=launch, patience_s=PATIENCE_S)
+        self._links = own.links
+        self._finalizer = weakref.finalize(self, _close, (machines.close, own.links.close), wires)
         try:
-            shards = [Shard(rank, num_ranks) for rank in range(num_ranks)]
-            configs = [replace(config, parallel=rank_threads(config.parallel, shard)) for shard in shards]
-            caches = [kv_cache.of_rank(shard) for shard in shards]
-            shares = [to_bytes(*share) for share in zip(configs, caches, strict=True)]
-            links.send_each([Start(r, num_ranks, slot_bytes, share) for r, share in enumerate(shares[1:], start=1)])
-            ranks = self._ranks = kernels.Ranks.join(shards[0], links.memory, slot_bytes, PATIENCE_S)
-            links.when_lost = ranks.stop
-            self._worker = make_worker(configs[0], caches[0], ranks)
+            share = to_bytes(config, kv_cache)
+            starts = [Start(count * (1 + number), 0, 0, share) for number in range(len(joined))]
+            machines.send_each([to_frame(start) for start in starts])
+            own.load(kv_cache, [wire.fileno() for wire in wires])
+            self._ranks, self._worker = own.ranks, own.worker
+            machines.when_lost = own.ranks.stop
             self._worker.lead_drafts(self._send_pass)
-            for failure in links.wait():
-                raise error_named(failure.kind, failure.text)
+            check_loaded([*own.links.wait(), *machines.wait()])
         except BaseException:
             self.close()
             raise
 
     def execute(self, batch: Batch, states: States = ()) -> StepResult:
         """As Worker."""
-        self._links.send(Step(encode(batch), tuple(map(memoryview, states))))
+        self._send(Step(encode(batch), tuple(map(memoryview, states))))
         try:
             return self._worker.execute(batch, states)
         except BaseException:
@@ -67,13 +79,20 @@ class RanksExecutor:
         return self._worker.states()
 
     def _send_pass(self, sequences: tuple[ScheduledSequence, ...], rows: list[int], is_first: bool) -> None:
-        self._links.send(DraftPass(encode(Batch(0, sequences)), rows, is_first))
+        self._send(DraftPass(encode(Batch(0, sequences)), rows, is_first))
+
+    def _send(self, message: Message) -> None:
+        self._machines.send(message)
+        self._links.send(message)
+
+    def _wait(self) -> list[Failed]:
+        return [*self._links.wait(), *[answer for answer in self._machines.wait() if isinstance(answer, Failed)]]
 
     def _begin_anew(self) -> None:
         """Bring all ranks out of what they are computing. Raises the error of a rank that failed, if one did."""
         self._ranks.stop()
-        self._links.send(Restart())
-        failures = self._links.wait()
+        self._send(Restart())
+        failures = self._wait()
         self._ranks.restart()
         for failure in failures:
             raise error_named(failure.kind, failure.text)
@@ -81,8 +100,8 @@ class RanksExecutor:
     def load_adapter(self, slot: int, folder: Path, digest: str | None = None) -> None:
         """As Executor, in all ranks."""
         self._worker.load_adapter(slot, folder, digest)
-        self._links.send(LoadAdapter(slot, folder, digest))
-        failures = self._links.wait()
+        self._send(LoadAdapter(slot, folder, digest))
+        failures = self._wait()
         if failures:
             self.unload_adapter(slot)
             raise error_named(failures[0].kind, failures[0].text)
@@ -90,10 +109,19 @@ class RanksExecutor:
     def unload_adapter(self, slot: int) -> None:
         """As Executor, in all ranks."""
         self._worker.unload_adapter(slot)
-        self._links.send(UnloadAdapter(slot))
-        if failures := self._links.wait():
+        self._send(UnloadAdapter(slot))
+        if failures := self._wait():
             raise EngineBrokenError(f"a rank could not unload an adapter: {failures[0].text}")
 
     def close(self) -> None:
         """End the other ranks."""
         self._finalizer()
+
+
+def _close(ends: Sequence[Callable[[], object]], wires: Sequence[socket.socket]) -> None:
+    for wire in wires:  # whoever waits for what ranks gather reads its end
+        wire.shutdown(socket.SHUT_RDWR)
+    for end in ends:
+        end()
+    for wire in wires:
+        wire.close()

@@ -56,19 +56,27 @@ class ChildProcess:
 
     def end(self) -> str:
         """As RankProcess."""
-        try:
-            status = self._process.wait(_EXIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            status = self._process.wait()
-        return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return end_of(self._process)
+
+
+def end_of(process: subprocess.Popen[bytes]) -> str:
+    """Wait for the end of a process whose socket was closed, and force it after a while. Returns what was the end."""
+    try:
+        status = process.wait(_EXIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        status = process.wait()
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
 class Links:
-    """All ranks but this one. A thread starts and watches them, since they end with the thread that started them."""
+    """All ranks of this machine but this one. A thread starts and watches them, since they end with the thread that
+    started them."""
 
-    def __init__(self, num_ranks: int, memory_bytes: int, launch: Launch = ChildProcess) -> None:
-        """Starts them. They share a file of zeros without a name, of which `memory` is the descriptor."""
+    def __init__(self, num_ranks: int, memory_bytes: int, launch: Launch = ChildProcess, first: int = 0) -> None:
+        """Starts them. They share a file of zeros without a name, of which `memory` is the descriptor. `first`: the
+        number of this one."""
+        self._first = first
         self.memory = _unnamed_file(memory_bytes)
         self.lost: str | None = None
         """What has become of a rank that has ended by itself."""
@@ -98,7 +106,7 @@ class Links:
                     processes.append(launch(its, self.memory, held))
                 os.close(held)
         except BaseException as error:  # in __init__, nobody could be told
-            self.lost = f"rank {len(processes) + 1} could not be started: {error}"
+            self.lost = f"rank {self._first + len(processes) + 1} could not be started: {error}"
         has_started.set()
         with selectors.DefaultSelector() as selector:
             for descriptor in (self._stop, *lifelines):
@@ -117,7 +125,7 @@ class Links:
         os.close(self.memory)
 
     def _report(self, rank: int, process: RankProcess) -> None:
-        self.lost = f"rank {rank} {process.end()}"
+        self.lost = f"rank {self._first + rank} {process.end()}"
         logger.error("%s; without it this engine cannot go on", self.lost)
         self._has_lost.set()
         self.when_lost()
@@ -147,7 +155,7 @@ class Links:
         Raises EngineBrokenError if a rank ends, sends nonsense, or makes no progress for PATIENCE_S.
         """
         failures = []
-        for rank, connection in enumerate(self._connections, start=1):
+        for rank, connection in enumerate(self._connections, start=self._first + 1):
             while not isinstance(answer := self._answer(rank, connection), Done):
                 failures.append(answer)
         return failures

@@ -18,7 +18,8 @@ class Message(msgspec.Struct, tag=True):
 
 
 class Start(Message):
-    """The first message: what the rank is, and its share of the engine."""
+    """The first message: what the rank is, and its share of the engine; to the first rank of another machine all of
+    the engine, which decides the rest."""
 
     rank: int
     num_ranks: int

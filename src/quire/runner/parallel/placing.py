@@ -26,7 +26,7 @@ def check_ranks(config: EngineConfig) -> None:
         if is_given:
             raise ConfigError(f"tensor_parallel_size={num_ranks}: {what} run in one process each; leave it at 1")
     if config.parallel.pipeline_parallel_size == 1 or config.parallel.nodes is not None:  # or else stages share CPUs
-        rank_threads(replace(config.parallel, pipeline_parallel_size=1), Shard(0, num_ranks))
+        rank_threads(replace(config.parallel, pipeline_parallel_size=1), Shard(0, config.parallel.own_ranks))
 
 
 def rank_threads(parallel: ParallelConfig, shard: Shard) -> ParallelConfig:
@@ -37,9 +37,11 @@ def rank_threads(parallel: ParallelConfig, shard: Shard) -> ParallelConfig:
     most = len(cpus) if quota is None else min(len(cpus), max(1, int(quota)))
     if parallel.num_threads is None and most < shard.num_ranks:
         stages = parallel.pipeline_parallel_size
-        given = f"tensor_parallel_size={shard.num_ranks // stages}"
+        given = f"tensor_parallel_size={parallel.tensor_parallel_size}"
         if stages > 1:
             given += f" and pipeline_parallel_size={stages}, together {shard.num_ranks}"
+        if shard.num_ranks < parallel.tensor_parallel_size:
+            given += f", {shard.num_ranks} of them on this machine:"
         raise ConfigError(
             f"{given} ranks need a CPU each, and {most} are available: lower it, or let ranks share CPUs with "
             "num_threads=1"

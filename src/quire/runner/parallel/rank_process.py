@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from quire.common import liveness
 from quire.common.batch import Batch, decode
@@ -31,6 +31,7 @@ from quire.runner.parallel.messages import (
     DraftPass,
     Failed,
     LoadAdapter,
+    Message,
     Progress,
     Restart,
     Start,
@@ -41,6 +42,7 @@ from quire.runner.parallel.messages import (
 
 if TYPE_CHECKING:
     from quire import kernels
+    from quire.runner.parallel.links import Links
     from quire.runner.worker import Worker
 
 _PROGRESS_S = 0.5
@@ -54,7 +56,7 @@ def serve(sock: socket.socket, memory: int, *, pins: bool = True) -> None:
     start = connection.receive(TO_RANK)
     if not isinstance(start, Start):
         return
-    config, kv_cache = _share_of(start)
+    config, kv_cache = share_of(start)
     if pins and config.parallel.cpus:
         os.sched_setaffinity(0, config.parallel.cpus)  # before torch starts threads
     has_loaded = threading.Event()
@@ -79,7 +81,8 @@ def serve(sock: socket.socket, memory: int, *, pins: bool = True) -> None:
         rank.handle(message)
 
 
-def _share_of(start: Start) -> tuple[EngineConfig, KVCacheConfig]:
+def share_of(start: Start) -> tuple[EngineConfig, KVCacheConfig]:
+    """What the message says about the engine."""
     config, kv_cache = from_bytes(start.share)
     assert isinstance(config, EngineConfig)
     assert isinstance(kv_cache, KVCacheConfig)
@@ -95,14 +98,24 @@ def _show_progress(connection: Connection, has_loaded: threading.Event) -> None:
             connection.send(Progress())
 
 
+class Sender(Protocol):
+    """Where answers go."""
+
+    def send(self, message: Message) -> None:
+        """Send a message."""
+
+
 class Rank:
     """Does what the messages say."""
 
-    def __init__(self, connection: Connection, ranks: kernels.Ranks, worker: Worker) -> None:
-        self._connection, self._ranks, self._worker = connection, ranks, worker
+    def __init__(self, sender: Sender, ranks: kernels.Ranks, worker: Worker, links: Links | None = None) -> None:
+        """`links`: to the ranks of this machine which this one passes messages on to, and answers for."""
+        self._connection, self._ranks, self._worker, self._links = sender, ranks, worker, links
 
     def handle(self, message: ToRank) -> None:
         """Compute, or answer. A failure stops all ranks: rank 0 then lets them begin anew."""
+        if self._links is not None:
+            self._links.send(message)
         match message:
             case Step() | DraftPass():
                 try:
@@ -113,6 +126,7 @@ class Rank:
                         _log(error)
                         self._connection.send(Failed(type(error).__name__, str(error)))
             case Restart():
+                self._send_failures()
                 self._ranks.restart()
                 self._connection.send(Done())
             case LoadAdapter() | UnloadAdapter():
@@ -137,7 +151,13 @@ class Rank:
         except Exception as error:
             _log(error)
             self._connection.send(Failed(type(error).__name__, str(error)))
+        self._send_failures()
         self._connection.send(Done())
+
+    def _send_failures(self) -> None:
+        """Wait for the other ranks of this machine, and send what has failed there."""
+        for failure in [] if self._links is None else self._links.wait():
+            self._connection.send(failure)
 
 
 def _was_stopped(error: Exception) -> bool:

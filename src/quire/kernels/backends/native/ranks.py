@@ -33,10 +33,21 @@ class Ranks:
         self.group = group
 
     @classmethod
-    def join(cls, shard: Shard, file: int, slot_bytes: int, patience_s: float = 0.0) -> "Ranks":
-        """Join the group whose memory is the file of this descriptor. `patience_s` 0: wait for ever."""
-        group = native_kernels().RankGroup(file, shard.rank, shard.num_ranks, slot_bytes, round(10 * patience_s))
-        return cls(shard, group)
+    def join(
+        cls,
+        shard: Shard,
+        file: int,
+        slot_bytes: int,
+        patience_s: float = 0.0,
+        *,
+        own: Range | None = None,
+        sockets: Sequence[int] = (),
+    ) -> "Ranks":
+        """Join the group whose memory is the file of this descriptor. `patience_s` 0: wait for ever. `own`: the ranks
+        of this machine, if there are others, to which the `sockets` lead its first rank (csrc/ranks/wire.h)."""
+        first, end = own or (0, shard.num_ranks)
+        given = file, shard.rank, shard.num_ranks, slot_bytes, round(10 * patience_s), first, end - first
+        return cls(shard, native_kernels().RankGroup(*given, list(sockets)))
 
     def stop(self) -> None:
         """Let all ranks raise an error instead of waiting."""

@@ -7,10 +7,8 @@ from pathlib import Path
 from socket import socket
 from typing import Protocol
 
-from quire import kernels
 from quire.common.batch import Batch, StepResult, encode
 from quire.common.errors import EngineBrokenError, error_named
-from quire.common.log import logger
 from quire.common.params import PoolerInfo
 from quire.config.args import EngineConfig
 from quire.config.kv_cache import KVCacheConfig
@@ -18,10 +16,10 @@ from quire.models.decoder.model import Decoder
 from quire.models.decoder.stages import boundary
 from quire.models.registry import class_of
 from quire.runner.parallel.configs import to_bytes
+from quire.runner.parallel.machines.nodes import admit, fingerprint
 from quire.runner.parallel.messages import Failed, LoadAdapter, UnloadAdapter, to_frame
-from quire.runner.parallel.pipeline.links import Launch, StageLinks, StageProcess
-from quire.runner.parallel.pipeline.messages import StageReady, StageStart, StageStep, StepFailed
-from quire.runner.parallel.pipeline.nodes import admit, fingerprint
+from quire.runner.parallel.pipeline.links import Launch, StageLinks, StageProcess, check_loaded
+from quire.runner.parallel.pipeline.messages import StageStart, StageStep, StepFailed
 from quire.runner.parallel.pipeline.planning import stage_configs
 
 
@@ -69,7 +67,7 @@ class PipelineExecutor:
         boundaries = [boundary(model, end) for _, end in config.parallel.stages[:-1]]
         nodes, sources = config.parallel.nodes, list[Launch | socket]([launch] * len(boundaries))
         if nodes is not None:
-            sources = list(admit(nodes, fingerprint(config.model)))
+            sources = [sock for (sock,) in admit(nodes, fingerprint(config.model))]
         links = self._links = StageLinks(boundaries, max_rows, sources)
         self._finalizer = weakref.finalize(self, links.close)
         self.num_in_flight = len(configs)
@@ -80,20 +78,10 @@ class PipelineExecutor:
             shares = [to_bytes(*share) for share in zip(configs, caches, strict=True)]
             links.send_each([to_frame(StageStart(number, share)) for number, share in enumerate(shares[:-1])])
             self._own = make_stage(configs[-1], caches[-1])
-            self._check_loaded(links.wait())
+            check_loaded(links.wait())
         except BaseException:
             self.close()
             raise
-
-    @staticmethod
-    def _check_loaded(answers: Sequence[StageReady | Failed]) -> None:
-        """Raise what has failed in a stage."""
-        for answer in answers:
-            if isinstance(answer, Failed):
-                raise error_named(answer.kind, answer.text)
-        isas = {answer.isa for answer in answers if isinstance(answer, StageReady)} | {kernels.isa()}
-        if len(isas) > 1:
-            logger.warning("stages run with different kernels (%s): the output is not that of one of them alone", isas)
 
     @property
     def _stage(self) -> StageExecutor:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 
+from quire import kernels
 from quire.common import liveness
-from quire.common.errors import EngineBrokenError
+from quire.common.errors import EngineBrokenError, error_named
 from quire.common.log import logger
 from quire.models.decoder.model import Boundary
 from quire.runner.parallel.links import PATIENCE_S, ChildProcess, RankProcess, start_child
@@ -16,7 +17,9 @@ from quire.runner.parallel.messages import Connection, Done, Failed, Message, to
 from quire.runner.parallel.pipeline.messages import FROM_STAGE, Beat, StageReady, States, StepFailed
 
 SILENCE_S = 10.0
-"""How long nothing may come from a stage that has loaded. It sends a Beat every second, also while it computes."""
+"""How long at most nothing may come from a stage that has loaded. It sends a Beat every second, also while it computes.
+"""
+_LEAST_SILENCE_S = 3.0
 _TICK_S = 0.1
 _OTHER_BYTES = 1024**2
 """Of a frame, beside the states in it."""
@@ -34,24 +37,24 @@ class StageProcess(ChildProcess):
 
 
 class DistantStage:
-    """A stage on another machine, which has joined."""
+    """What another machine computes, which has joined."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._address = sock.getpeername()[0]
 
     def end(self) -> str:
         """As RankProcess."""
-        return f"on the machine {self._address} has ended, or cannot be reached"
+        return f"at {self._address} has ended, or cannot be reached"
 
 
 class StageLink:
     """A stage. A thread starts it, since it ends with the thread that started it, and reads what it sends: answers are
     kept for `answer`, and what it has computed is passed on."""
 
-    def __init__(self, number: int, source: Launch | socket.socket, boundary: Boundary, max_rows: int) -> None:
+    def __init__(self, name: str, source: Launch | socket.socket, boundary: Boundary | None, max_rows: int) -> None:
         """`source` starts it, or is the connection to one that has been started. `boundary` is what it gives to the
-        next stage, for at most `max_rows` tokens of a step."""
-        self.number = number
+        next stage, for at most `max_rows` tokens of a step; None for nothing."""
+        self.name = name
         self.num_progress = 0
         """Beats with which it has computed, and what it has sent besides."""
         self.pass_on: Callable[[bytes, States | StepFailed], None]
@@ -69,9 +72,9 @@ class StageLink:
             start = partial(_launched, source, its)
         ours.settimeout(PATIENCE_S)
         self._connection = Connection(ours)
-        self._reading = Connection(ours.dup(), max_rows * boundary.token_bytes + _OTHER_BYTES)
+        self._reading = Connection(ours.dup(), max_rows * (boundary.token_bytes if boundary else 0) + _OTHER_BYTES)
         """The same socket: a stage may take longer to read while it computes than it may be silent."""
-        self._thread = threading.Thread(target=self._run, args=(start,), name=f"stage {number}", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(start,), name=name, daemon=True)
 
     def start(self) -> None:
         """Start the stage. `when_lost` is called if that fails, too."""
@@ -87,11 +90,11 @@ class StageLink:
         self._shut_down()
         how = process.end() if process else ""
         if not self._is_closing:
-            self.when_lost(f"stage {self.number} {ended or how}")
+            self.when_lost(f"{self.name} {ended or how}")
 
     def _read(self) -> str:
         """Read what it sends until its end. Returns why nothing more is read, if the stage has not ended."""
-        while self._reading.is_readable(limit_s := SILENCE_S if self._is_loaded else PATIENCE_S):
+        while self._reading.is_readable(limit_s := _silence_s() if self._is_loaded else PATIENCE_S):
             self._reading.socket.settimeout(limit_s)
             try:
                 frame = self._reading.receive_frame()
@@ -106,17 +109,19 @@ class StageLink:
             match message:
                 case Beat():
                     pass
-                case States():
+                case States() | StepFailed():
                     self._check(message)
-                    self.pass_on(frame, message)
-                case StepFailed():
                     self.pass_on(frame, message)
                 case _:
                     self._is_loaded = True
                     self._answers.put(message)
         return f"was silent for {limit_s:g} s"
 
-    def _check(self, states: States) -> None:
+    def _check(self, states: States | StepFailed) -> None:
+        if self._boundary is None:
+            raise ValueError("the outcome of a step, which only stages have")
+        if isinstance(states, StepFailed):
+            return
         sizes = [len(each) for each in states.tensors]
         wanted = [states.num_rows * self._boundary.row_bytes] * self._boundary.num_tensors
         dtype = str(self._boundary.dtype).removeprefix("torch.")
@@ -145,7 +150,7 @@ class StageLink:
         try:
             self._connection.socket.shutdown(socket.SHUT_RDWR)
         except OSError:  # the other end has closed it
-            logger.debug("stage %d has closed its socket", self.number)
+            logger.debug("%s has closed its socket", self.name)
 
     def close(self) -> None:
         """End the stage, and wait for its end."""
@@ -156,27 +161,48 @@ class StageLink:
         self._reading.close()
 
 
+def check_loaded(answers: Sequence[StageReady | Failed]) -> None:
+    """Raise what has failed where a model was loaded, or warn if the processors differ."""
+    for answer in answers:
+        if isinstance(answer, Failed):
+            raise error_named(answer.kind, answer.text)
+    isas = {answer.isa for answer in answers if isinstance(answer, StageReady)} | {kernels.isa()}
+    if len(isas) > 1:
+        logger.warning("different kernels (%s) compute one model: the output is not that of one of them alone", isas)
+
+
+def _silence_s() -> float:
+    """SILENCE_S, or a shorter time after which an engine without progress is ended."""
+    return min(SILENCE_S, max(_LEAST_SILENCE_S, liveness.hang_timeout_s or SILENCE_S))
+
+
 def _launched(launch: Launch, its: socket.socket) -> RankProcess:
     with its:
         return launch(its)
 
 
 class StageLinks:
-    """All stages before the engine's own."""
+    """All stages before the engine's own; or all machines besides this one, if these divide ranks."""
 
     def __init__(
-        self, boundaries: Sequence[Boundary], max_rows: int, sources: Sequence[Launch | socket.socket]
+        self,
+        boundaries: Sequence[Boundary | None],
+        max_rows: int,
+        sources: Sequence[Launch | socket.socket],
+        names: tuple[str, int] = ("stage", 0),
     ) -> None:
-        """Starts them. `boundaries`: what each gives to the next one."""
+        """Starts them. `boundaries`: what each gives to the next one. `names`: what they are called, and the first's
+        number."""
         self.lost: str | None = None
-        """What has become of a stage that has ended by itself."""
-        self._is_closed = False
+        """What has become of one that has ended by itself."""
+        self.when_lost: Callable[[], object] = lambda: None
+        self._what, self._is_closed = names[0], False
         self._arrived = SimpleQueue[States | StepFailed | None]()
         self._links = [
-            StageLink(number, source, boundary, max_rows)
-            for number, (boundary, source) in enumerate(zip(boundaries, sources, strict=True))
+            StageLink(f"{names[0]} {number}", source, boundary, max_rows)
+            for number, (boundary, source) in enumerate(zip(boundaries, sources, strict=True), start=names[1])
         ]
-        for link, following in zip(self._links, [*self._links[1:], None], strict=True):
+        for link, following in zip(self._links, [*self._links, None][1:], strict=True):
             link.pass_on = self._arrive if following is None else self._relay(following)
             link.when_lost = self._report
         for link in self._links:
@@ -188,7 +214,7 @@ class StageLinks:
             try:
                 following.send(frame)
             except OSError:  # its own thread reports that it has ended
-                logger.debug("stage %d cannot be reached", following.number)
+                logger.debug("%s cannot be reached", following.name)
 
         return pass_on
 
@@ -201,6 +227,7 @@ class StageLinks:
         self.lost = what
         logger.error("%s; without it this engine cannot go on", what)
         self._arrived.put(None)
+        self.when_lost()
         if liveness.on_loss is not None:
             liveness.on_loss()
 
@@ -216,7 +243,7 @@ class StageLinks:
             try:
                 link.send(frame)
             except OSError as error:
-                raise EngineBrokenError(self.lost or f"stage {link.number} cannot be reached: {error}") from error
+                raise EngineBrokenError(self.lost or f"{link.name} cannot be reached: {error}") from error
 
     def wait(self) -> list[StageReady | Failed]:
         """Wait until all have answered. Returns what they were asked for, or what has failed before they were done.
@@ -264,7 +291,7 @@ class StageLinks:
                 known, since_s = now, time.monotonic()
                 liveness.num_kernel_events += 2
             elif time.monotonic() - since_s > PATIENCE_S:
-                raise EngineBrokenError(f"the stages made no progress for {PATIENCE_S:g} s")
+                raise EngineBrokenError(f"the other {self._what}s made no progress for {PATIENCE_S:g} s")
 
         return check
 

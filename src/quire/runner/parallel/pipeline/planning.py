@@ -15,13 +15,13 @@ def divided(config: EngineConfig) -> EngineConfig:
     """The config with the layers of each stage. Raises ConfigError, before any weight is read, for a model that cannot
     be divided into that many stages."""
     num_stages, model, nodes = config.parallel.pipeline_parallel_size, config.model, config.parallel.nodes
-    if num_stages == 1:
-        return config
     if nodes is not None and nodes.node_rank > 0:
         raise ConfigError(
-            f"node_rank={nodes.node_rank}: this machine computes a stage for machine 0; start it with `quire serve "
-            "MODEL` and --nnodes, --node-rank and --master-addr"
+            f"node_rank={nodes.node_rank}: this machine computes for machine 0; start it with `quire serve MODEL` and "
+            "--nnodes, --node-rank and --master-addr"
         )
+    if num_stages == 1:
+        return config
     unsupported = {
         "models that pool texts (runner='pooling') run in one process each": model.runner == "pooling",
         "modules of transformers (model_impl='transformers') run in one process each": model.model_impl

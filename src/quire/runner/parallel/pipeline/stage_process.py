@@ -26,6 +26,7 @@ from quire.common.log import logger
 from quire.config.args import EngineConfig
 from quire.config.kv_cache import KVCacheConfig
 from quire.runner.parallel.configs import from_bytes
+from quire.runner.parallel.machines.node import Own, on_this_machine
 from quire.runner.parallel.messages import Connection, Done, Failed, LoadAdapter, Message, UnloadAdapter
 from quire.runner.parallel.pipeline.messages import (
     TO_STAGE,
@@ -37,7 +38,6 @@ from quire.runner.parallel.pipeline.messages import (
     StepFailed,
     ToStage,
 )
-from quire.runner.parallel.pipeline.node import Own, on_this_machine
 
 if TYPE_CHECKING:
     from quire.runner.parallel.pipeline.executor import StageExecutor
@@ -47,13 +47,14 @@ _MIN_CPU_S = 0.01
 """Processor time between two beats: a process that has used less is waiting for something."""
 
 
-class _Sender:
+class Sender:
     """The socket, to which two threads send."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()
 
     def send(self, message: Message) -> None:
+        """Send a message."""
         with self._lock:
             self._connection.send(message)
 
@@ -62,7 +63,7 @@ def serve(sock: socket.socket, own: Own | None = None, *, pins: bool = True) -> 
     """Compute until the engine's process closes the socket, with the config that it sends, or the parts of it that are
     this machine's `own`. `pins`: whether this process may be bound to the stage's CPUs."""
     connection = Connection(sock)
-    sender, has_ended = _Sender(connection), threading.Event()
+    sender, has_ended = Sender(connection), threading.Event()
     start = connection.receive(TO_STAGE)
     if not isinstance(start, StageStart):
         return
@@ -72,7 +73,7 @@ def serve(sock: socket.socket, own: Own | None = None, *, pins: bool = True) -> 
     cpus = config.parallel.cpus if own is None else own.cpus
     if pins and cpus:
         os.sched_setaffinity(0, cpus)  # before torch starts threads
-    threading.Thread(target=_beat, args=(sender, has_ended), daemon=True).start()
+    threading.Thread(target=beat, args=(sender, has_ended), daemon=True).start()
     try:
         _compute(start.number, (config, kv_cache, own), connection, sender)
     finally:
@@ -80,7 +81,7 @@ def serve(sock: socket.socket, own: Own | None = None, *, pins: bool = True) -> 
 
 
 def _compute(
-    number: int, share: tuple[EngineConfig, KVCacheConfig, Own | None], connection: Connection, sender: _Sender
+    number: int, share: tuple[EngineConfig, KVCacheConfig, Own | None], connection: Connection, sender: Sender
 ) -> None:
     from quire import kernels
     from quire.runner.executor import make_stage
@@ -106,7 +107,7 @@ def _compute(
         executor.close()
 
 
-def _beat(sender: _Sender, has_ended: threading.Event) -> None:
+def beat(sender: Sender, has_ended: threading.Event) -> None:
     """Show once a second that this process lives, and whether it has used its CPU."""
     used_s = time.process_time()
     while not has_ended.wait(_BEAT_S):
@@ -120,7 +121,7 @@ def _beat(sender: _Sender, has_ended: threading.Event) -> None:
 class Stage:
     """Does what the messages say."""
 
-    def __init__(self, number: int, executor: StageExecutor, sender: _Sender, dtype: str) -> None:
+    def __init__(self, number: int, executor: StageExecutor, sender: Sender, dtype: str) -> None:
         self._is_first, self._executor, self._sender, self._dtype = number == 0, executor, sender, dtype
         self._waiting: dict[int, Batch] = {}  # steps whose states have not come yet
 

@@ -8,11 +8,12 @@ import hashlib
 import hmac
 import ipaddress
 import os
-import secrets
+import select
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -31,10 +32,17 @@ JOIN_S = 300.0
 """How long machines wait for each other."""
 _HANDSHAKE_S = 10.0
 _MAX_HANDSHAKE_BYTES = 4096
+_MAX_GUESTS = 64
+"""Handshakes that run at once. One more ends the oldest."""
 _RETRY_S = 0.5
 _UNREACHABLE_S = 10
 """How long sent bytes may stay unacknowledged."""
+_KEEPALIVE_S = 2
 _SAMPLE_BYTES = 1024
+
+
+Seat: TypeAlias = tuple[int, int]
+"""A `node_rank`, and the number of one of its connections."""
 
 
 class Challenge(Message):
@@ -50,8 +58,17 @@ class Hello(Message):
     nnodes: int
     node_rank: int
     fingerprint: str
+    num_ranks: int | None
+    """As NodesConfig has it."""
+    number: int
+    """Of the machine's connections: 0 for messages, and 1 for what ranks gather, where machines divide these."""
     nonce: bytes
     proof: bytes
+
+    @property
+    def seat(self) -> Seat:
+        """What the connection is: of which machine, and which one."""
+        return self.node_rank, self.number
 
     def proves(self, secret: bytes, challenge: Challenge) -> bool:
         """Whether the proof is right, found out in a time that does not depend on it."""
@@ -59,7 +76,7 @@ class Hello(Message):
 
     def expected_proof(self, secret: bytes, challenge: Challenge) -> bytes:
         """The proof of all that the message says."""
-        said = self.version, self.nnodes, self.node_rank, self.fingerprint, self.nonce
+        said = msgspec.structs.astuple(msgspec.structs.replace(self, proof=b""))
         return _proof(secret, "machine", challenge.nonce, *said)
 
 
@@ -82,84 +99,154 @@ _GREETING: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 _Sent = TypeVar("_Sent")
 
 
-def admit(nodes: NodesConfig, fingerprint: str) -> list[socket.socket]:
-    """Wait until all other machines have joined. Returns their connections by `node_rank`.
+@dataclass(slots=True)
+class _Guest:
+    """What has connected, and has not joined yet."""
+
+    connection: Connection
+    address: str
+    challenge: Challenge
+    end_s: float
+
+
+class _Admission:
+    """The handshakes with all that connect. They run side by side, so that strangers delay no machine."""
+
+    def __init__(self, nodes: NodesConfig, fingerprint: str) -> None:
+        self._nodes, self._fingerprint, self._secret = nodes, fingerprint, _secret(nodes)
+        self._guests = dict[socket.socket, _Guest]()
+        self.joined = dict[Seat, socket.socket]()
+        self.wanted = [(rank, number) for rank in range(1, nodes.nnodes) for number in range(nodes.num_connections)]
+
+    @property
+    def missing(self) -> list[int]:
+        """The machines that have not joined."""
+        return sorted({rank for rank, number in self.wanted if (rank, number) not in self.joined})
+
+    def wait(self, server: socket.socket) -> None:
+        """Go on with whoever connects or says something, or wait for _RETRY_S."""
+        for sock in select.select([server, *self._guests], [], [], _RETRY_S)[0]:
+            if sock is server:
+                self._welcome(server)
+            elif sock in self._guests:
+                self._hear(sock)
+        now_s = time.monotonic()
+        for sock in [sock for sock, guest in self._guests.items() if guest.end_s < now_s]:
+            self._leave(sock, f"it has said nothing for {_HANDSHAKE_S:g} s")
+
+    def _welcome(self, server: socket.socket) -> None:
+        try:
+            sock, address = server.accept()
+        except OSError as error:  # it has gone already
+            logger.debug("a connection was broken off: %s", error)
+            return
+        if len(self._guests) >= _MAX_GUESTS:
+            self._leave(next(iter(self._guests)), f"{_MAX_GUESTS} others have connected since")
+        _set_up(sock)
+        sock.setblocking(False)
+        guest = _Guest(_connection(sock), address[0], Challenge(os.urandom(32)), time.monotonic() + _HANDSHAKE_S)
+        self._guests[sock] = guest
+        try:
+            guest.connection.send(guest.challenge)
+        except OSError as error:
+            self._leave(sock, str(error))
+
+    def _hear(self, sock: socket.socket) -> None:
+        guest = self._guests[sock]
+        try:
+            hello = _received(guest.connection, _HELLO)
+            if (reason := self._refusal(hello, guest.challenge)) is None:
+                proof = _proof(self._secret, "master", hello.nonce, guest.challenge.nonce)
+                guest.connection.send(Welcome(proof))
+                sock.settimeout(None)
+                del self._guests[sock]
+                self.joined[hello.seat] = sock
+                logger.info("machine %d has joined from %s", hello.node_rank, guest.address)
+                return
+            guest.connection.send(Refused(reason))
+        except BlockingIOError:  # the rest of the message has not come yet
+            return
+        except (OSError, ValueError) as error:
+            reason = str(error)
+        self._leave(sock, reason)
+
+    def _leave(self, sock: socket.socket, reason: str) -> None:
+        logger.warning("a machine at %s cannot join: %s", self._guests.pop(sock).address, reason)
+        sock.close()
+
+    def close(self) -> None:
+        """Close the connections of all that have not joined."""
+        for sock in self._guests:
+            sock.close()
+
+    def _refusal(self, hello: Hello, challenge: Challenge) -> str | None:
+        """Why the machine cannot join; None if it can."""
+        if not hello.proves(self._secret, challenge):
+            return "its secret is another one; give all the same in --master-secret-file or QUIRE_MASTER_SECRET"
+        rank, nnodes, num_ranks = hello.node_rank, self._nodes.nnodes, self._nodes.num_ranks
+        problems = {
+            f"it runs quire {hello.version}, and machine 0 {__version__}; install the same": (
+                hello.version != __version__
+            ),
+            f"it was started with nnodes={hello.nnodes}, and machine 0 with {nnodes}": hello.nnodes != nnodes,
+            f"it divides {_divided(hello.num_ranks)} among machines, and machine 0 {_divided(num_ranks)}; give all the "
+            "same --tensor-parallel-size and --pipeline-parallel-size": hello.num_ranks != num_ranks,
+            f"node_rank={rank} must be 1 to {nnodes - 1}": hello.seat not in self.wanted,
+            f"node_rank={rank} has joined already; give each machine a number of its own": self._is_taken(hello.seat),
+            "its weights, their quantization or the model's config.json differ from machine 0's; give it the same "
+            "model": hello.fingerprint != self._fingerprint,
+        }
+        return next((problem for problem, is_so in problems.items() if is_so), None)
+
+    def _is_taken(self, seat: Seat) -> bool:
+        """Whether the machine that has joined as this one is still there. If it has ended, its place is free."""
+        if (sock := self.joined.get(seat)) is None:
+            return False
+        try:
+            has_ended = not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            has_ended = True
+        if has_ended:
+            self.joined.pop(seat).close()
+        return not has_ended
+
+
+def _divided(num_ranks: int | None) -> str:
+    return "stages" if num_ranks is None else f"{num_ranks} ranks"
+
+
+def admit(nodes: NodesConfig, fingerprint: str) -> list[list[socket.socket]]:
+    """Wait until all other machines have joined. Returns the connections of each by `node_rank`.
 
     Raises ConfigError if the address cannot be listened at, if it needs a secret and there is none, or if a machine has
     not joined after JOIN_S.
     """
-    secret, joined = _secret(nodes), dict[int, socket.socket]()
-    with _listening(nodes) as server:
+    admission = _Admission(nodes, fingerprint)
+    joined = admission.joined
+    with _listening(nodes) as server, closing(admission):
         logger.info("waiting for %d other machine(s) at %s", nodes.nnodes - 1, nodes.master_addr)
         end_s = time.monotonic() + JOIN_S
         try:
-            while len(joined) < nodes.nnodes - 1:
+            while missing := admission.missing:
                 if time.monotonic() > end_s:
-                    missing = sorted(set(range(1, nodes.nnodes)) - joined.keys())
                     raise ConfigError(
                         f"nnodes={nodes.nnodes}: machine(s) {missing} have not joined at {nodes.master_addr} for "
                         f"{JOIN_S:g} s; start each with --node-rank and the same --nnodes, --master-addr and secret"
                     )
                 liveness.num_kernel_events += 2  # this process waits for others, and does not hang
-                _greet_next(server, nodes, secret, fingerprint, joined)
+                admission.wait(server)
         except BaseException:
             for sock in joined.values():
                 sock.close()
             raise
-    return [joined[rank] for rank in range(1, nodes.nnodes)]
+    return [[joined[rank, number] for number in range(nodes.num_connections)] for rank in range(1, nodes.nnodes)]
 
 
-def _greet_next(
-    server: socket.socket, nodes: NodesConfig, secret: bytes, fingerprint: str, joined: dict[int, socket.socket]
-) -> None:
-    """Let the next machine that connects join, or refuse it."""
-    try:
-        sock, address = server.accept()
-    except TimeoutError:
-        return
-    try:
-        _set_up(sock)
-        connection, challenge = _connection(sock), Challenge(secrets.token_bytes(32))
-        connection.send(challenge)
-        hello = connection.receive(_HELLO)
-        if hello is None:
-            raise ValueError("it has closed the connection")
-        reason = _refusal(hello, challenge, nodes, secret, fingerprint, joined.keys())
-        if reason is None:
-            connection.send(Welcome(_proof(secret, "master", hello.nonce, challenge.nonce)))
-            sock.settimeout(None)
-            joined[hello.node_rank] = sock
-            logger.info("machine %d has joined from %s", hello.node_rank, address[0])
-            return
-        connection.send(Refused(reason))
-    except (OSError, ValueError) as error:
-        reason = str(error)
-    logger.warning("a machine at %s cannot join: %s", address[0], reason)
-    sock.close()
-
-
-def _refusal(
-    hello: Hello, challenge: Challenge, nodes: NodesConfig, secret: bytes, fingerprint: str, joined: object
-) -> str | None:
-    """Why the machine cannot join; None if it can."""
-    if not hello.proves(secret, challenge):
-        return "its secret is another one; give --master-secret-file or QUIRE_MASTER_SECRET the same content everywhere"
-    rank = hello.node_rank
-    problems = {
-        f"it runs quire {hello.version}, and machine 0 {__version__}; install the same": hello.version != __version__,
-        f"it was started with nnodes={hello.nnodes}, and machine 0 with {nodes.nnodes}": hello.nnodes != nodes.nnodes,
-        f"node_rank={rank} must be 1 to {nodes.nnodes - 1}": not 1 <= rank < nodes.nnodes,
-        f"node_rank={rank} has joined already; give each machine a number of its own": rank in joined,  # type: ignore[operator]
-        "its weights, their quantization or the model's config.json differ from machine 0's; give it the same model": (
-            hello.fingerprint != fingerprint
-        ),
-    }
-    return next((problem for problem, is_so in problems.items() if is_so), None)
-
-
-def join(nodes: NodesConfig, fingerprint: str) -> socket.socket:
-    """Connect to machine 0. Raises ConfigError if it is not there after JOIN_S, refuses this machine, or does not have
-    the secret."""
+def join(nodes: NodesConfig, fingerprint: str, number: int = 0) -> socket.socket:
+    """Connect to machine 0, for this machine's connection of this number. Raises ConfigError if it is not there after
+    JOIN_S, refuses this machine, or does not have the secret."""
     secret, end_s = _secret(nodes), time.monotonic() + JOIN_S
     while True:
         try:
@@ -174,7 +261,7 @@ def join(nodes: NodesConfig, fingerprint: str) -> socket.socket:
             time.sleep(_RETRY_S)
     try:
         _set_up(sock)
-        _introduce(_connection(sock), nodes, secret, fingerprint)
+        _introduce(_connection(sock), nodes, secret, (fingerprint, number))
     except BaseException as error:
         sock.close()
         if isinstance(error, OSError | ValueError) and not isinstance(error, ConfigError):
@@ -186,9 +273,11 @@ def join(nodes: NodesConfig, fingerprint: str) -> socket.socket:
     return sock
 
 
-def _introduce(connection: Connection, nodes: NodesConfig, secret: bytes, fingerprint: str) -> None:
+def _introduce(connection: Connection, nodes: NodesConfig, secret: bytes, said: tuple[str, int]) -> None:
     challenge = _received(connection, _CHALLENGE)
-    hello = Hello(__version__, nodes.nnodes, nodes.node_rank, fingerprint, secrets.token_bytes(32), b"")
+    fingerprint, number = said
+    given = __version__, nodes.nnodes, nodes.node_rank, fingerprint, nodes.num_ranks, number
+    hello = Hello(*given, os.urandom(32), b"")
     connection.send(msgspec.structs.replace(hello, proof=hello.expected_proof(secret, challenge)))
     greeting = _received(connection, _GREETING)
     if isinstance(greeting, Refused):
@@ -217,20 +306,23 @@ def _set_up(sock: socket.socket) -> None:
     sock.settimeout(_HANDSHAKE_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # also while nothing is sent
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREACHABLE_S)
 
 
 @contextmanager
 def _listening(nodes: NodesConfig) -> Iterator[socket.socket]:
     try:
-        server = socket.create_server((nodes.host, nodes.port), backlog=nodes.nnodes)
+        server = socket.create_server((nodes.host, nodes.port), backlog=_MAX_GUESTS)
     except OSError as error:
         raise ConfigError(
             f"master_addr={nodes.master_addr}: cannot listen there: {error}; give an address of this machine and a "
             "port that is free"
         ) from error
     with server:
-        server.settimeout(_RETRY_S)
+        server.setblocking(False)
         yield server
 
 
@@ -240,8 +332,15 @@ def _secret(nodes: NodesConfig) -> bytes:
     if nodes.secret_file is not None:
         try:
             secret = Path(nodes.secret_file).read_bytes().strip()
+            is_open = bool(Path(nodes.secret_file).stat().st_mode & 0o077)
         except OSError as error:
             raise ConfigError(f"master_secret_file={nodes.secret_file!r} cannot be read: {error}") from error
+        if not secret:
+            raise ConfigError(
+                f"master_secret_file={nodes.secret_file!r} is empty; write a secret to it (`openssl rand -hex 32`)"
+            )
+        if is_open:
+            logger.warning("master_secret_file=%r can be read by others; run `chmod 600` on it", nodes.secret_file)
     else:
         secret = os.environ.get("QUIRE_MASTER_SECRET", "").strip().encode()
     if not secret and not _is_loopback(nodes):

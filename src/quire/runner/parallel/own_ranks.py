@@ -1,0 +1,52 @@
+"""The ranks of an engine, or of one of its stages, on this machine: processes, of which this is the first."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from quire import kernels
+from quire.config.args import EngineConfig
+from quire.config.kv_cache import KVCacheConfig
+from quire.config.parallel import Shard
+from quire.runner.parallel.configs import to_bytes
+from quire.runner.parallel.links import ChildProcess, Launch, Links
+from quire.runner.parallel.messages import Start
+from quire.runner.parallel.placing import rank_threads
+from quire.runner.worker import Worker, make_worker
+
+_SLOT_BYTES = 512 * 1024
+"""Of what a rank shows the others at once: few enough for the caches that ranks share."""
+
+
+class OwnRanks:
+    """This process's rank, and links to the others on this machine."""
+
+    def __init__(
+        self, config: EngineConfig, count: int, *, first: int = 0, launch: Launch = ChildProcess, patience_s: float = 0
+    ) -> None:
+        """Starts the others. Of all ranks, `count` are on this machine, and `first` is this process's. It waits for
+        other ranks for at most `patience_s`; 0: for ever."""
+        self._config, self._first, self._count, self._patience_s = config, first, count, patience_s
+        self._num_ranks = config.parallel.tensor_parallel_size
+        self._slot_bytes = max(_SLOT_BYTES, 4 * config.model.vocab_size)
+        memory_bytes = kernels.rank_memory_bytes(self._num_ranks, self._slot_bytes)
+        self.links = Links(count, memory_bytes, launch, first)
+        self.ranks: kernels.Ranks
+        self.worker: Worker
+
+    def load(self, kv_cache: KVCacheConfig, sockets: Sequence[int] = ()) -> None:
+        """Load the model in this process, while the others do so, too. `sockets` lead to other machines. Raises what
+        loading raises."""
+        parallel, count, of_all = self._config.parallel, self._count, self._num_ranks
+        shards = [Shard(self._first + rank, of_all) for rank in range(count)]
+        threads = [parallel if count == 1 else rank_threads(parallel, Shard(rank, count)) for rank in range(count)]
+        configs = [replace(self._config, parallel=each) for each in threads]
+        caches = [kv_cache.of_rank(shard) for shard in shards]
+        shares = [to_bytes(*share) for share in zip(configs, caches, strict=True)]
+        starts = [Start(s.rank, of_all, self._slot_bytes, share) for s, share in zip(shards, shares, strict=True)]
+        self.links.send_each(starts[1:])
+        own = (self._first, self._first + count) if sockets else None
+        self.ranks = kernels.Ranks.join(
+            shards[0], self.links.memory, self._slot_bytes, self._patience_s, own=own, sockets=sockets
+        )
+        self.links.when_lost = self.ranks.stop
+        self.worker = make_worker(configs[0], caches[0], self.ranks)

@@ -1,0 +1,228 @@
+"""What ranks gather: among those of a machine, and of several over connections, also when some fail and begin anew."""
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire import kernels
+from quire.config.parallel import Shard
+from tests.kernels.isas import needs_native
+
+pytestmark = needs_native
+SLOT_BYTES = 1024
+
+
+class Group:
+    """Ranks of some machines, each in a thread of its own when they gather."""
+
+    def __init__(self, num_ranks: int, num_machines: int, patience_s: float = 30.0) -> None:
+        own = num_ranks // num_machines
+        self.wires = [socket.socketpair() for _ in range(num_machines - 1)]
+        self.files = [os.memfd_create("ranks") for _ in range(num_machines)]
+        self.ranks = list[kernels.Ranks]()
+        for rank in range(num_ranks):
+            machine = rank // own
+            file = self.files[machine]
+            os.ftruncate(file, kernels.rank_memory_bytes(num_ranks, SLOT_BYTES))
+            sockets = [theirs.fileno() for _, theirs in self.wires[machine - 1 : machine]]
+            if machine == 0:
+                sockets = [ours.fileno() for ours, _ in self.wires]
+            here = (machine * own, (machine + 1) * own)
+            given: dict[str, Any] = {"own": here, "sockets": sockets if rank == here[0] else ()}
+            self.ranks.append(kernels.Ranks.join(Shard(rank, num_ranks), file, SLOT_BYTES, patience_s, **given))
+
+    def run(self, call: Callable[[kernels.Ranks], Any]) -> list[Any]:
+        """What the call returns or raises in each rank."""
+        results = [None] * len(self.ranks)
+
+        def keep(rank: int) -> None:
+            try:
+                results[rank] = call(self.ranks[rank])
+            except RuntimeError as error:
+                self.ranks[rank].stop()
+                results[rank] = error  # type: ignore[call-overload]
+
+        threads = [threading.Thread(target=keep, args=(rank,)) for rank in range(len(self.ranks))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        return results
+
+    def restart(self) -> None:
+        for ranks in self.ranks[1:]:
+            ranks.restart()
+        self.ranks[0].restart()
+
+    def close(self) -> None:
+        for wire in self.wires:
+            for end in wire:
+                end.close()
+        for file in self.files:
+            os.close(file)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Group]]:
+    made = list[Group]()
+
+    def make(*given: Any) -> Group:
+        made.append(Group(*given))
+        return made[-1]
+
+    yield make
+    for group in made:
+        group.close()
+
+
+LAYOUTS = [(4, 1), (2, 2), (4, 2), (3, 3), (6, 3)]
+
+
+def parts_of(x: Tensor, sizes: list[int]) -> list[Tensor]:
+    return [x[:, start:end].contiguous() for start, end in pairwise((0, *accumulate(sizes)))]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_machines"), LAYOUTS)
+def test_parts_of_all_machines_are_put_side_by_side(
+    num_ranks: int, num_machines: int, make: Callable[..., Group]
+) -> None:
+    group, sizes = make(num_ranks, num_machines), [32 - 3 * rank for rank in range(num_ranks)]
+    wholes = [torch.randn(rows, sum(sizes)) for rows in (1, 5, 60)]  # the last goes in several pieces
+    parts = [parts_of(whole, sizes) for whole in wholes]
+
+    def call(ranks: kernels.Ranks) -> list[Tensor]:
+        gather, first = kernels.Gather(ranks, sizes), kernels.Gather(ranks, sizes, first_only=True)
+        got = []
+        for each in (*parts, *parts):
+            own = each[ranks.shard.rank]
+            got += [gather(own), first(own)]
+        return got
+
+    for rank, got in enumerate(group.run(call)):
+        for whole, its, (all_of_it, at_first) in zip(
+            wholes * 2, parts * 2, zip(got[::2], got[1::2], strict=True), strict=True
+        ):
+            assert torch.equal(all_of_it, whole)
+            assert torch.equal(at_first, its[rank] if rank else whole)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_machines"), LAYOUTS)
+def test_rows_of_a_table_come_from_the_rank_that_has_them(
+    num_ranks: int, num_machines: int, make: Callable[..., Group]
+) -> None:
+    group, table = make(num_ranks, num_machines), torch.randn(64 * num_ranks, 32)
+    ids = torch.randint(0, len(table), (40,))
+
+    def call(ranks: kernels.Ranks) -> Tensor:
+        first = 64 * ranks.shard.rank
+        own = kernels.pack_weight(table[first : first + 64])
+        found: Tensor = kernels.SharedTable(ranks, [64] * num_ranks)(ids, own)
+        return found
+
+    for found in group.run(call):
+        assert torch.equal(found, table[ids])
+
+
+@pytest.mark.parametrize("culprit", range(4))
+def test_all_machines_stop_when_a_rank_fails_and_begin_anew(culprit: int, make: Callable[..., Group]) -> None:
+    group, x = make(4, 2), torch.randn(60, 32)
+
+    def fail(ranks: kernels.Ranks) -> None:
+        gather = kernels.Gather(ranks, [32] * 4)
+        gather(x)
+        if ranks.shard.rank == culprit:
+            raise RuntimeError("it fails")
+        while True:
+            gather(x)
+
+    def work(ranks: kernels.Ranks) -> Tensor:
+        return kernels.Gather(ranks, [32] * 4)(x)
+
+    for _ in range(3):
+        failures = group.run(fail)
+        assert str(failures.pop(culprit)) == "it fails"
+        assert ["stopped" in str(failure) for failure in failures] == [True] * 3
+        group.restart()
+        assert all(torch.equal(got, x.repeat(1, 4)) for got in group.run(work))
+
+
+def test_what_is_left_of_a_part_that_was_broken_off_is_dropped(make: Callable[..., Group]) -> None:
+    group, x = make(2, 2), torch.randn(7, 32)
+    header = (
+        bytes(4) + (1).to_bytes(4, "little") + bytes(8)
+    )  # a part of another epoch, of which the end is still to come
+    gather = [kernels.Gather(ranks, [32, 32]) for ranks in group.ranks]
+    for ranks in group.ranks:
+        ranks.stop()
+    group.restart()
+    group.wires[0][1].sendall(header + bytes(8) + (900).to_bytes(8, "little") + bytes(900))
+    got = group.run(lambda ranks: gather[ranks.shard.rank](x))
+    assert all(torch.equal(each, x.repeat(1, 2)) for each in got)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({0: 7}, "another machine sends nonsense"),
+        ({4: 0}, "rank 0 computes something else"),
+        ({4: 9}, "rank 9 computes something else"),
+        ({8: 5}, "rank 1 computes something else"),
+        ({16: 5}, "rank 1 computes something else"),
+        ({24: 1}, "rank 1 computes something else"),
+        ({26: 1}, "another machine sends nonsense"),
+        ({4: 255, 5: 255, 6: 255, 7: 255}, "the ranks were stopped"),
+        (None, "another machine has closed its connection"),
+    ],
+)
+def test_nonsense_from_another_machine_is_noticed(
+    change: dict[int, int] | None, message: str, make: Callable[..., Group]
+) -> None:
+    group, x = make(2, 2), torch.randn(1, 32)
+    theirs = group.wires[0][1]
+    sent = list[bytes]()
+
+    def other() -> None:  # what the other machine would send, changed
+        header = bytearray(theirs.recv(32, socket.MSG_WAITALL))
+        assert len(theirs.recv(128, socket.MSG_WAITALL)) == 128
+        header[4] = 1
+        for place, value in (change or {}).items():
+            header[place] = value
+        sent.append(bytes(header))
+        if change is None:
+            theirs.shutdown(socket.SHUT_RDWR)
+        else:
+            theirs.sendall(header + bytes(128))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with pytest.raises(RuntimeError, match=message):
+        kernels.Gather(group.ranks[0], [32, 32])(x)
+    thread.join(30)
+    assert sent
+
+
+def test_a_machine_that_sends_nothing_is_not_awaited_for_ever(make: Callable[..., Group]) -> None:
+    group = make(2, 2, 0.2)
+    with pytest.raises(RuntimeError, match="another machine made no progress for 0 s"):
+        kernels.Gather(group.ranks[0], [32, 32])(torch.randn(1, 32))
+    group.ranks[0].restart()
+    group.ranks[0].stop()
+    with pytest.raises(RuntimeError, match="the ranks were stopped"):
+        kernels.Gather(group.ranks[0], [32, 32])(torch.randn(1, 32))
+
+
+def test_large_parts_cross_while_both_machines_send(make: Callable[..., Group]) -> None:
+    group, x = make(2, 2), torch.randn(20_000, 128)  # far more than connections hold
+    for ends in group.wires:
+        for end in ends:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    got = group.run(lambda ranks: kernels.Gather(ranks, [128, 128])(x))
+    assert all(torch.equal(each, x.repeat(1, 2)) for each in got)
