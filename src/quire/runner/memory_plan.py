@@ -369,10 +369,9 @@ def _kv_cache(
     return result
 
 
-def _processes(parallel: ParallelConfig) -> dict[str, Any]:
+def _processes(of: ParallelConfig) -> dict[str, Any]:
     """The processes that share the cache, as `kv_cache_config` takes them."""
-    machines = {"num_machines": parallel.num_machines, "stages": parallel.own_stages}
-    return {"num_ranks": parallel.tensor_parallel_size, **machines}
+    return {"num_ranks": of.tensor_parallel_size, "num_machines": of.num_machines, "stages": of.own_stages}
 
 
 def _kv_cache_specs(model: type[Model], config: EngineConfig) -> list[KVCacheSpec]:
@@ -383,11 +382,9 @@ def _kv_cache_specs(model: type[Model], config: EngineConfig) -> list[KVCacheSpe
 
 def _draft_specs(config: EngineConfig) -> list[KVCacheSpec]:
     """Those of the draft model, none without one."""
-    return (
-        []
-        if config.draft is None
-        else _kv_cache_specs(class_of(config.draft), dataclasses.replace(config, model=config.draft))
-    )
+    if config.draft is None:
+        return []
+    return _kv_cache_specs(class_of(config.draft), dataclasses.replace(config, model=config.draft))
 
 
 def _bytes_left(cache: CacheConfig, machine: MachineMemory) -> int:
@@ -398,7 +395,6 @@ def _bytes_left(cache: CacheConfig, machine: MachineMemory) -> int:
 def _bytes_of_sequences(model: type[Model], config: EngineConfig, num_seqs: int, num_tokens: int) -> int:
     """Bytes for sequences of this number of tokens. More than max_num_seqs of max_model_len could never be filled."""
     specs = _kv_cache_specs(model, config)
-    drafts = _draft_specs(config)
-    layout: dict[str, Any] = {"draft_specs": drafts, **_processes(config.parallel)}
+    layout: dict[str, Any] = {"draft_specs": _draft_specs(config), **_processes(config.parallel)}
     cache = kv_cache_config(specs, config.cache.block_size, num_blocks=MAX_BLOCKS_PER_SEQ, **layout)
     return num_seqs * cache.blocks_to_hold(num_tokens) * cache.block_bytes
