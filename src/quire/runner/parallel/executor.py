@@ -1,5 +1,6 @@
 """Rank 0 of an engine of several ranks: the executor that the engine calls."""
 
+import contextlib
 import socket
 import weakref
 from collections.abc import Callable, Sequence
@@ -120,7 +121,8 @@ class RanksExecutor:
 
 def _close(ends: Sequence[Callable[[], object]], wires: Sequence[socket.socket]) -> None:
     for wire in wires:  # whoever waits for what ranks gather reads its end
-        wire.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # the other machine may have closed it
+            wire.shutdown(socket.SHUT_RDWR)
     for end in ends:
         end()
     for wire in wires:
