@@ -54,7 +54,8 @@ void Wire::exchange(const Pieces& pieces, int64_t patience) {
       for (size_t i = 0; i < peers_.size(); ++i) {
         const bool sends = !peers_[i].out.empty(), receives = peers_[i].num_missing > 0;
         is_done &= !sends && !receives;
-        polled[i] = {sends || receives ? peers_[i].socket : -1, short((sends ? POLLOUT : 0) | (receives ? POLLIN : 0)), 0};
+        polled[i] = {sends || receives ? peers_[i].socket : -1, short((sends ? POLLOUT : 0) | (receives ? POLLIN : 0)),
+                     0};
       }
       if (is_done) return;
       if (is_stopped_.load() != 0) throw std::runtime_error("the ranks were stopped");
@@ -115,7 +116,8 @@ bool Wire::receive(Peer& peer, const Pieces& pieces) {
 // A header has come: checks it. Returns where what follows belongs, null for nowhere.
 char* Wire::begin(const Peer& peer, const Pieces& pieces) {
   const Header& in = peer.in;
-  if (in.epoch > epoch_ || in.num_bytes > uint64_t(most_bytes_)) throw std::runtime_error("another machine sends nonsense");
+  if (in.epoch > epoch_ || in.num_bytes > uint64_t(most_bytes_))
+    throw std::runtime_error("another machine sends nonsense");
   if (in.epoch < epoch_) return nullptr;
   if (in.rank < 0) {
     is_stopped_.store(1);
