@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -71,12 +72,16 @@ class Forked:
 
 
 class ForkServer:
-    """The process that forks, as others see it: it may have been started here, or by one whose fork this process is."""
+    """The process that forks, as its forks see it."""
 
     def __init__(self, path: str, environment: dict[str, str]) -> None:
         self.path = path
         self.environment = environment
         """with which it was started"""
+
+    def ready(self) -> str:
+        """Its path, at which it listens."""
+        return self.path
 
     def can_run(self, environment: dict[str, str]) -> bool:
         differing = {name for name, _ in set(environment.items()) ^ set(self.environment.items())} - READ_LATE
@@ -91,9 +96,34 @@ class ForkServer:
             numbers = [0, 1, 2, its.fileno()]
             arguments = [str(its.fileno())]
             request = Request("quire.engine.process.engine_process", arguments, environment, os.getcwd(), numbers, True)
-            return Forked(self.path, request, [nothing.fileno(), 1, 2, its.fileno()])
+            return Forked(self.ready(), request, [nothing.fileno(), 1, 2, its.fileno()])
 
 
+class _OwnServer(ForkServer):
+    """A fork server that is started here, when it is first needed."""
+
+    _process: subprocess.Popen[bytes] | None = None
+
+    def ready(self) -> str:
+        with _starting:
+            if self._process is None:
+                with socket.socket(socket.AF_UNIX) as listener:
+                    listener.bind(self.path)
+                    listener.listen(128)
+                    descriptor = listener.fileno()
+                    command = [sys.executable, "-m", "tests.forks.server", str(descriptor), self.path]
+                    self._process = subprocess.Popen(
+                        command, stdin=subprocess.PIPE, pass_fds=[descriptor], env=self.environment
+                    )
+        return self.path
+
+    def end(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()  # at which it ends
+            self._process.wait(60)
+
+
+_starting = threading.Lock()
 _start_unforked = link.start_process
 _server: ForkServer | None = None
 
@@ -111,34 +141,26 @@ def run_quire(arguments: Sequence[str], output: int, environment: dict[str, str]
         command = [sys.executable, "-m", "quire", *arguments]
         return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     request = Request("quire", list(arguments), environment, os.getcwd(), [0, 1, 2], False)
-    return Forked(_server.path, request, [0, output, output])
+    return Forked(_server.ready(), request, [0, output, output])
 
 
 def children_of(pid: int) -> list[int]:
     """The processes that a process has started, or has had forked, and that have not ended."""
     with contextlib.suppress(OSError):
         own = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-        return own if _server is None else own + json.loads(read(send(_server.path, pid)))
+        return own if _server is None else own + json.loads(read(send(_server.ready(), pid)))
     return []
 
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-    """Meanwhile engines are forked. Nothing is imported before the first of them is asked for."""
+    """Meanwhile engines are forked. The fork server is started with the first of them."""
     global _server
-    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
-        path = f"{folder}/socket"
-        listener.bind(path)
-        listener.listen(128)
-        command = [sys.executable, "-m", "tests.forks.server", str(listener.fileno()), path]
-        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
-        with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=environment) as process:
-            listener.close()
-            use(ForkServer(path, environment))
-            try:
-                yield
-            finally:
-                _server, link.start_process = None, _start_unforked
-                assert process.stdin is not None
-                process.stdin.close()  # at which it ends
-                process.wait(60)
+    with tempfile.TemporaryDirectory() as folder:
+        server = _OwnServer(f"{folder}/socket", dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))))
+        use(server)
+        try:
+            yield
+        finally:
+            _server, link.start_process = None, _start_unforked
+            server.end()

@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import runpy
-import select
 import selectors
 import signal
 import socket
@@ -95,11 +94,9 @@ def _become(request: Request, descriptors: list[int]) -> None:
 def main() -> None:
     descriptor, path = sys.argv[1:]
     use(ForkServer(path, dict(os.environ)))
-    listener = socket.socket(fileno=int(descriptor))
-    select.select([listener, sys.stdin], [], [])  # importing takes time that some runs of tests do not need
     for name in PRELOADED:
         importlib.import_module(name)
-    listening = _Listening(listener)
+    listening = _Listening(socket.socket(fileno=int(descriptor)))
     gc.collect()
     gc.freeze()  # also, nothing that forks inherit is collected in them, when its descriptors are those of others
     fork = listening.next_fork()
