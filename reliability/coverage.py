@@ -52,6 +52,7 @@ TESTS = (
     "tests/parallel/test_nodes.py",
     "tests/parallel/test_shares.py",
     "tests/pooling",
+    "tests/simulate/test_fleet.py::test_a_lane_makes_most_steps_of_an_ordinary_run",
     "tests/speculation",
     *(f"tests/server/test_{name}.py" for name in SERVER_TESTS),
     "tests/test_compat.py",

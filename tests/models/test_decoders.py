@@ -174,7 +174,7 @@ def test_other_tools_weights_of_mixed_matrices_are_refused(variant: str, save_ch
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an unknown type of layer": ("olmo3", {"layer_types": [SLIDING, "linear_attention"]}, "linear_attention"),
     "types for other layers": ("gemma2", {"layer_types": [FULL] * 3}, "list of 2 names"),
-    "types that are no list": ("cohere2", {"layer_types": "sliding"}, "list of 3 names"),
+    "types that are no list": ("cohere2", {"layer_types": "sliding"}, "must be a list of types of layers"),
     "flags for other layers": ("smollm3", {"no_rope_layers": [1, 0]}, "list of 4 flags"),
     "no parameters of a type": ("olmo3", {"rope_parameters": {FULL: {"rope_theta": 1e4}}}, f"no '{SLIDING}'"),
     "heads that do not divide": ("gpt2", {"n_head": 5}, "32 is not a multiple of 5 heads"),
