@@ -176,8 +176,8 @@ def hit_tokens(target: Target) -> int:
 
 
 def ask_about(target: Target, secret: str, other: str) -> dict[str, Reply]:
-    """Answers after a tenant has asked about its secret: another tenant's, that one's about what nobody has asked, and
-    its own."""
+    """The answers after one tenant has sent a secret prompt. Another tenant sends the same prompt ("theirs"), and then
+    a new one ("nobody's"); at last the first tenant sends its own again ("mine")."""
     assert ask(target, secret, "mine").cached_tokens < 8
     return {
         "theirs": ask(target, secret, "theirs", OTHER),

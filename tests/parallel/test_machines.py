@@ -71,10 +71,12 @@ def test_a_machine_with_too_little_memory_says_so() -> None:
 
 
 @pytest.mark.parametrize("is_idle", [False, True])
+@pytest.mark.parametrize("limit", [(links, "SILENCE_S"), (liveness, "hang_timeout_s")], ids=["own", "the engine's"])
 def test_a_link_that_is_interrupted_ends_the_engine(
-    is_idle: bool, expected: Any, monkeypatch: pytest.MonkeyPatch
+    is_idle: bool, limit: tuple[Any, str], expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "SILENCE_S", 1.0)
+    monkeypatch.setattr(links, "_LEAST_SILENCE_S", 1.0)
+    monkeypatch.setattr(*limit, 1.0)
     monkeypatch.setattr(stage_process, "_BEAT_S", 0.1)
     is_lost = threading.Event()
     monkeypatch.setattr(liveness, "on_loss", is_lost.set)

@@ -120,7 +120,7 @@ class RanksExecutor:
 
 
 def _close(ends: Sequence[Callable[[], object]], wires: Sequence[socket.socket]) -> None:
-    for wire in wires:  # whoever waits for what ranks gather reads its end
+    for wire in wires:  # a thread that waits for parts of other ranks then reads the end
         with contextlib.suppress(OSError):  # the other machine may have closed it
             wire.shutdown(socket.SHUT_RDWR)
     for end in ends:

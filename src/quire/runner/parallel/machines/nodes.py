@@ -124,7 +124,7 @@ class _Admission:
         return sorted({rank for rank, number in self.wanted if (rank, number) not in self.joined})
 
     def wait(self, server: socket.socket) -> None:
-        """Go on with whoever connects or says something, or wait for _RETRY_S."""
+        """Accept new connections and continue the handshakes that have received something, for at most _RETRY_S."""
         for sock in select.select([server, *self._guests], [], [], _RETRY_S)[0]:
             if sock is server:
                 self._welcome(server)
