@@ -95,8 +95,9 @@ def test_requests_that_come_meanwhile_are_refused_with_the_reason(door: Door) ->
         while "signal 9" not in str(door.llm.death):
             await asyncio.sleep(0)
         assert "another is being started" in str(door.llm.death)
-        while not door.llm.is_running:
-            await asyncio.sleep(0.01)
+        waiting = door.llm.generate("a", GREEDY, "one that waits", holds=True)
+        assert [output.finished async for output in waiting][-1]
+        assert door.llm.is_running
         assert (await door.outputs("a", GREEDY))[-1].finished
 
     door.run(kill())

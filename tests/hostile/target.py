@@ -173,10 +173,21 @@ class Target:
         return self._noted(Reply(int(status[1]) if status else 0, {}, body, time.monotonic() - start_s))
 
     def stream(self, on_token: Any = lambda gap_s: None) -> list[int]:
-        """The canary's tokens."""
+        """The canary's tokens. What is attacked with its key may fill the queue, so it may be told to wait."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while (token_ids := self._stream(on_token)) is None:
+            assert time.monotonic() < deadline_s, "the queue stays full"
+            time.sleep(0.01)
+        return token_ids
+
+    def _stream(self, on_token: Any) -> list[int] | None:
+        """As `stream`; None if the queue is full."""
         with contextlib.closing(http.client.HTTPConnection(self.address, timeout=WAIT_S)) as connection:
             connection.request("POST", COMPLETIONS, json.dumps(CANARY | {"return_token_ids": True}), self.key | JSON)
             answer, last_s = connection.getresponse(), None
+            if answer.status == 429:
+                assert json.loads(answer.read())["error"]["code"] == "queue_full"
+                return None
             assert answer.status == 200, answer.read()
             token_ids: list[int] = []
             while (line := answer.readline()) != b"data: [DONE]\n":

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,10 @@ TEXTS = ["Once upon a time", "def f(x):", "a", "The old house stood on the hill"
 class PoolingDoor(Door):
     """Over an engine in a thread, which dies when it is told; `oracle` computes the same texts."""
 
-    def __init__(self, engine: LLM, oracle: LLM) -> None:
+    def __init__(self, engine: LLM, oracle: LLM, *, holds: bool = True) -> None:
         self.deaths: list[int | None] = []
         self.oracle = oracle
-        super().__init__(make=lambda: local_llm(engine.engine, self._lives()))
+        super().__init__(make=lambda: local_llm(engine.engine, self._lives(), holds=holds))
 
     def _lives(self) -> Iterator[int | None]:
         while True:
@@ -203,6 +204,23 @@ def test_texts_are_computed_again_by_the_next_engine(door: PoolingDoor, num_fram
         assert np.array_equal(same.outputs.data, other.outputs.data)
     assert door.llm.num_restarts == before + 1
     door.run(door.drained())
+
+
+def test_texts_that_follow_others_wait_with_them_when_the_engine_dies() -> None:
+    async def drain_until_it_is_dead() -> None:
+        while door.llm.is_running:
+            await asyncio.sleep(0)
+
+    prompts: list[Any] = [[10 + i % 30, 11, 12 + i % 7] for i in range(150)]
+    with made_llm(TinyEncoder, max_num_seqs=2) as llm, closing(PoolingDoor(llm, llm, holds=False)) as door:
+        expected = door.run(door.many(prompts))
+        door.die_after(0)
+        door.llm.group.engines[0]._client.drain = drain_until_it_is_dead  # between two messages with texts
+        outputs = door.run(door.many(prompts))
+        assert door.llm.num_restarts == 1
+        door.run(door.drained())
+    for output, other in zip(outputs, expected, strict=True):
+        assert np.array_equal(output.outputs.data, other.outputs.data)
 
 
 def test_a_text_that_was_running_in_two_engines_that_died_fails(door: PoolingDoor) -> None:

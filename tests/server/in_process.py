@@ -51,6 +51,8 @@ class InProcessLLM:
         self.group = Group(self)
         self._queues: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._stepping: asyncio.Task[None] | None = None
+        self.held: list[bool] = []
+        """for each request, whether it would wait for an engine"""
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         return self.engine.add_lora(lora_request)
@@ -58,8 +60,11 @@ class InProcessLLM:
     async def remove_lora(self, lora_id: int | str) -> bool:
         return self.adapters.remove(lora_id)
 
-    async def generate(self, prompt, params, *, request_id: str, lora_request=None) -> AsyncIterator[RequestOutput]:
+    async def generate(
+        self, prompt, params, request_id: str, *, lora_request=None, holds=False
+    ) -> AsyncIterator[RequestOutput]:
         self.engine.add_request(request_id, prompt, params, lora_request=lora_request)
+        self.held.append(holds)
         queue = self._queues[request_id] = asyncio.Queue()
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step())

@@ -58,6 +58,13 @@ def test_prompts_of_every_kind(reciting, prompt, num_prompts):
     assert body["usage"]["prompt_tokens"] == sum(lens)
 
 
+def test_later_prompts_of_a_request_wait_with_the_first_if_the_engine_ends(reciting):
+    held = reciting.llm.held
+    held.clear()
+    reciting.post(PATH, {"prompt": ["one", "two", "three"], "max_tokens": 1})
+    assert held == [False, True, True]
+
+
 OPTIONS = st.fixed_dictionaries(
     {
         "prompt": st.sampled_from(["once", ["a b c", "d"], [7, 8, 9], [[5, 6], [7]]]),

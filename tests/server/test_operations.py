@@ -52,7 +52,7 @@ class ListenedLLM(InProcessLLM):
             **counts | {"prefix_cache": PrefixCacheStats().to_dict(), "adapters": {}, "drafts": {}, "tenant_drafts": {}}
         )
 
-    async def generate(self, prompt, params, *, request_id: str, lora_request=None):
+    async def generate(self, prompt, params, request_id: str, *, lora_request=None, holds=False):
         self.params.append(params)
         for listener in self.listeners:
             listener.on_request_start(request_id, 7, params)

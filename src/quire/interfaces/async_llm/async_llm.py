@@ -134,10 +134,12 @@ class AsyncLLM:
         *,
         lora_request: AnyAdapter = None,
         priority: int | None = None,
+        holds: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one request as its output_kind says; the last one is `finished`.
 
-        `priority` replaces that of the parameters; `lora_request` names an adapter, which is added if it is new.
+        `priority` replaces that of the parameters; `lora_request` names an adapter, which is added if it is new. If it
+        `holds`, the request waits for an engine while none runs, instead of raising EngineDeadError.
 
         Raises RequestError for an invalid request before it is queued, EngineDeadError if there is no engine or two
         engines have died while running the request, and RequestFailedError for an internal error in this process.
@@ -147,7 +149,7 @@ class AsyncLLM:
         """
         check_params(sampling_params)
         params = sampling_params if priority is None else msgspec.structs.replace(sampling_params, priority=priority)
-        request = await self.add(request_id, prompt, params, lora_request)
+        request = await self.add(request_id, prompt, params, lora_request, holds=holds)
         try:
             await request.drain()
             while True:
@@ -231,11 +233,17 @@ class AsyncLLM:
             self._requests.abort_requests([request])
 
     async def add(
-        self, request_id: str, prompt: Prompt, params: AnyParams, lora_request: AnyAdapter = None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: AnyParams,
+        lora_request: AnyAdapter = None,
+        *,
+        holds: bool = False,
     ) -> RequestState:
         """Send a request to an engine, for a caller that waits for its outputs. Raises what `generate` raises."""
         await self._begin()
-        return await self._intake.add(request_id, prompt, params, lora_request)
+        return await self._intake.add(request_id, prompt, params, lora_request, holds=holds)
 
     async def add_scoring(
         self, request_id: str, context: Prompt, continuation: Prompt | None, lora_request: AnyAdapter = None

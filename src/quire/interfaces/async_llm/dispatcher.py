@@ -65,16 +65,21 @@ class Dispatcher:
         if len(self.tables) > 1:
             table.engine.send(ShareHashes(self._hash_key))
 
-    def add(self, checked: CheckedRequest, params: AnyParams | None = None) -> RequestState:
+    def add(self, checked: CheckedRequest, params: AnyParams | None = None, *, holds: bool = False) -> RequestState:
         """Send a request to an engine; without `params` it is only scored. Raises RequestError or EngineDeadError, and
-        then sends nothing.
+        then sends nothing. If it `holds`, the request waits for the next engine while none runs, whatever others do.
 
         Parameters without a seed get one here, so that every engine samples the same tokens for them.
         """
-        return self.add_all([checked], params, asyncio.Event())[0]
+        return self.add_all([checked], params, asyncio.Event(), holds=holds)[0]
 
     def add_all(
-        self, checked: Sequence[CheckedRequest], params: AnyParams | None, changed: asyncio.Event
+        self,
+        checked: Sequence[CheckedRequest],
+        params: AnyParams | None,
+        changed: asyncio.Event,
+        *,
+        holds: bool = False,
     ) -> list[RequestState]:
         """As `add`, for several requests whose caller awaits the same event. Pooling requests are one message for each
         engine."""
@@ -90,7 +95,7 @@ class Dispatcher:
             for message, each in zip(added, checked, strict=True):
                 made.append(RequestState(message, each.outputs, each.sample, changed, self._hashes(each, message)))
                 self._place(made[-1])
-            self._send(made)
+            self._send(made, holds or self._holds)
         except (OverflowError, TypeError, UnicodeError, ProtocolError) as error:
             self._take_back(made)
             raise InvalidParamsError(f"the request cannot be sent to the engine: {error}") from error
@@ -110,10 +115,10 @@ class Dispatcher:
         table.hold(request)
         self.begin_route(request, table)
 
-    def _send(self, requests: Sequence[RequestState]) -> None:
+    def _send(self, requests: Sequence[RequestState], holds: bool) -> None:
         for table in self.tables:
             messages = [request.message for request in requests if request.table is table]
-            if messages and (table.is_running or table.engine.is_lost or not self._holds):
+            if messages and (table.is_running or table.engine.is_lost or not holds):
                 table.send(messages)
 
     def _take_back(self, requests: Sequence[RequestState]) -> None:

@@ -34,9 +34,11 @@ class Intake:
         self._adapters = adapters
         self._requests = requests
 
-    async def add(self, request_id: str, prompt: Prompt, params: AnyParams, lora_request: AnyAdapter) -> RequestState:
-        """Send one request to the engine."""
-        return (await self._add([request_id], [prompt], params, lora_request, asyncio.Event()))[0]
+    async def add(
+        self, request_id: str, prompt: Prompt, params: AnyParams, lora_request: AnyAdapter, *, holds: bool
+    ) -> RequestState:
+        """Send one request to the engine; if it `holds`, it waits for one while none runs."""
+        return (await self._add([request_id], [prompt], params, lora_request, asyncio.Event(), holds))[0]
 
     async def add_scoring(
         self, request_id: str, context: Prompt, continuation: Prompt | None, lora_request: AnyAdapter
@@ -63,7 +65,10 @@ class Intake:
         try:
             for start in range(0, len(prompts), _AT_ONCE):
                 piece = slice(start, start + _AT_ONCE)
-                requests += await self._add(request_ids[piece], prompts[piece], params, lora_request, changed)
+                # what follows an accepted piece waits with it, if the engine ends meanwhile
+                requests += await self._add(
+                    request_ids[piece], prompts[piece], params, lora_request, changed, start > 0
+                )
                 await self._requests.drain()
                 await asyncio.sleep(0)  # other requests are served meanwhile
             while any(not request.is_finished for request in requests):
@@ -82,6 +87,7 @@ class Intake:
         params: AnyParams,
         lora_request: AnyAdapter,
         changed: asyncio.Event,
+        holds: bool,
     ) -> list[RequestState]:
         now = time.monotonic()
         with failures_named(request_ids[0], "when it was added"):
@@ -95,7 +101,7 @@ class Intake:
             return made
 
         checked = await _in_thread([*prompts, getattr(params, "prediction", None) or ""], check)
-        return self._requests.add_all(checked, params, changed)
+        return self._requests.add_all(checked, params, changed, holds=holds)
 
 
 async def _in_thread(prompts: Sequence[Prompt], make: Callable[[], _T]) -> _T:

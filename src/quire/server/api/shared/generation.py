@@ -32,10 +32,11 @@ async def generate(
     """Yield the outputs of all prompts as they arrive, each with the index of its prompt.
 
     Raises RequestError for an invalid request, even if the engine finds that only after it has started, and ApiError
-    for an aborted one. Closing the generator aborts the requests that still run.
+    for an aborted one. Closing the generator aborts the requests that still run. If the engine ends once the first
+    prompt was accepted, the others wait for the next engine with it.
     """
     streams = [
-        model.llm.generate(prompt, params, request_id=engine_id(answer_id, place), lora_request=model.adapter)
+        model.llm.generate(prompt, params, engine_id(answer_id, place), lora_request=model.adapter, holds=place > 0)
         for place, prompt in enumerate(prompts)
     ]
     async with aclosing(_merged(streams)) as outputs:
