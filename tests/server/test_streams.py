@@ -48,7 +48,7 @@ def test_a_client_that_vanishes_before_the_first_token_is_not_waited_for(recitin
     monkeypatch.setattr(sse, "PEEK_S", 600)
     has_ended = False
 
-    async def waiting(prompt, params, *, request_id, lora_request):
+    async def waiting(prompt, params, request_id, *, lora_request, holds):
         nonlocal has_ended
         try:
             await asyncio.Event().wait()

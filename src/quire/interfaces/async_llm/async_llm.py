@@ -149,7 +149,8 @@ class AsyncLLM:
         """
         check_params(sampling_params)
         params = sampling_params if priority is None else msgspec.structs.replace(sampling_params, priority=priority)
-        request = await self.add(request_id, prompt, params, lora_request, holds=holds)
+        await self._begin()
+        request = await self._intake.add(request_id, prompt, params, lora_request, holds=holds)
         try:
             await request.drain()
             while True:
@@ -233,17 +234,11 @@ class AsyncLLM:
             self._requests.abort_requests([request])
 
     async def add(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: AnyParams,
-        lora_request: AnyAdapter = None,
-        *,
-        holds: bool = False,
+        self, request_id: str, prompt: Prompt, params: AnyParams, lora_request: AnyAdapter = None
     ) -> RequestState:
         """Send a request to an engine, for a caller that waits for its outputs. Raises what `generate` raises."""
         await self._begin()
-        return await self._intake.add(request_id, prompt, params, lora_request, holds=holds)
+        return await self._intake.add(request_id, prompt, params, lora_request, holds=False)
 
     async def add_scoring(
         self, request_id: str, context: Prompt, continuation: Prompt | None, lora_request: AnyAdapter = None
