@@ -1,7 +1,8 @@
 """What every test may rely on, and which tests run when.
 
 `make check` runs the tests marked `essential`, `make test` all but those marked `slow`, `make test-all` these too. The
-marker `sampled(n)` makes all but one in n of a test's cases slow. Tests with real clients are slow as a folder: their
+marker `sampled(n)` makes all but one in n of a test's cases slow, and so are three of four cases of a test with many of
+them, unless a file or a folder is named: `pytest tests/kv` runs all cases of its tests. Tests with real clients are slow as a folder: their
 libraries take seconds to import, so where they do not run, their files are not even loaded.
 """
 
@@ -29,9 +30,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what is slow before pytest selects by markers."""
-    mark_slow(items)
+    mark_slow(items, are_all=not config.option.file_or_dir)
 
 
 gc.disable()  # while tests are collected, when nothing of a million objects becomes garbage

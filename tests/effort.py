@@ -1,5 +1,6 @@
 """How much of the tests runs: which of them `make test` leaves out, and how many examples hypothesis tries."""
 
+import math
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,22 +10,27 @@ from hypothesis import HealthCheck, settings
 
 CLIENTS = Path(__file__).parent / "clients"
 _ALL, _QUICK, _LEAST = 100, 25, 10
+_MANY, _SHARE = 8, 4
+"""Of a test with more than _MANY cases, one in _SHARE runs, but not fewer than _MANY, where all tests are run."""
 
 
-def mark_slow(items: Sequence[pytest.Item]) -> None:
-    """Mark as slow the tests with clients, and all cases but one in n of each test marked `sampled(n)`."""
+def mark_slow(items: Sequence[pytest.Item], *, are_all: bool = False) -> None:
+    """Mark as slow the tests with clients, all cases but one in n of each test marked `sampled(n)`, and, if these
+    `are_all` tests instead of chosen ones, most of the cases of a test that has many and is not `essential`."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if CLIENTS in item.path.parents:
             item.add_marker("slow")
-        if item.get_closest_marker("sampled"):
+        if are_all or item.get_closest_marker("sampled"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for group in cases.values():
         # By a hash of the name, so that each value of every parameter has its chance, and the choice never changes.
         group.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
         marker = group[0].get_closest_marker("sampled")
-        assert marker is not None
-        for item in group[-(-len(group) // marker.args[0]) :]:
+        num_left = len(group) if marker is None else math.ceil(len(group) / marker.args[0])
+        if are_all and num_left > _MANY and group[0].get_closest_marker("essential") is None:
+            num_left = min(num_left, max(_MANY, math.ceil(len(group) / _SHARE)))
+        for item in group[num_left:]:
             item.add_marker("slow")
 
 

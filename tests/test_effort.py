@@ -29,8 +29,8 @@ class Item:
         self.markers[name] = getattr(pytest.mark, name).mark
 
 
-def left(items: list[Any]) -> list[str]:
-    mark_slow(items)
+def left(items: list[Any], *, are_all: bool = False) -> list[str]:
+    mark_slow(items, are_all=are_all)
     return [item.nodeid for item in items if "slow" not in item.markers]
 
 
@@ -49,6 +49,20 @@ def test_each_sampled_test_keeps_a_case() -> None:
     marker = pytest.mark.sampled(8).mark
     items: list[Any] = [Item("tests/a.py::one[x]", marker), Item("tests/a.py::other[x]", marker)]
     assert left(items) == ["tests/a.py::one[x]", "tests/a.py::other[x]"]
+
+
+@pytest.mark.parametrize(("num_cases", "num_left"), [(1, 1), (8, 8), (9, 8), (32, 8), (33, 9), (400, 100)])
+def test_of_many_cases_a_quarter_is_left_where_all_tests_run(num_cases: int, num_left: int) -> None:
+    def items() -> list[Any]:
+        return [Item(f"tests/a.py::test[{case}]") for case in range(num_cases)]
+
+    assert len(left(items(), are_all=True)) == num_left
+    assert len(left(items())) == num_cases
+
+
+def test_sampled_tests_of_few_cases_and_essential_ones_keep_theirs() -> None:
+    for marker, num_left in (pytest.mark.sampled(3).mark, 4), (pytest.mark.essential.mark, 12):
+        assert len(left([Item(f"tests/a.py::test[{case}]", marker) for case in range(12)], are_all=True)) == num_left
 
 
 def test_tests_with_clients_are_slow_and_others_are_not() -> None:
