@@ -1,9 +1,9 @@
 """What every test may rely on, and which tests run when.
 
 `make check` runs the tests marked `essential`, `make test` all but those marked `slow`, `make test-all` these too. The
-marker `sampled(n)` makes all but one in n of a test's cases slow, and so are three of four cases of a test with many of
-them, unless a file or a folder is named: `pytest tests/kv` runs all cases of its tests. Tests with real clients are slow as a folder: their
-libraries take seconds to import, so where they do not run, their files are not even loaded.
+marker `sampled(n)` makes all but one in n of a test's cases slow. So are three of four cases of a test with many of
+them, unless a file or a folder is named: `pytest tests/kv` runs all cases of its tests. Tests with real clients are
+slow as a folder: their libraries take seconds to import, so where they do not run, their files are not even loaded.
 """
 
 import gc
