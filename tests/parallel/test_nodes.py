@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import socket
 import struct
 import threading
@@ -213,12 +214,22 @@ def test_a_master_without_the_secret_is_noticed(secret: Path, monkeypatch: pytes
     close(*master.result()[0])
 
 
-def test_machines_that_are_not_there_are_named(secret: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_that_are_not_there_are_named(
+    secret: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(nodes, "JOIN_S", 0.2)
+    monkeypatch.setattr(nodes, "_REMIND_S", 0.05)
+    monkeypatch.setattr(nodes, "_RETRY_S", 0.01)
+    monkeypatch.setattr(nodes.logger, "propagate", True)
     with pytest.raises(ConfigError, match=rf"nnodes=2: machine\(s\) \[1\] have not joined at {HOST}:29501 for 0.2 s; "):
         admit(machine(0, secret), WEIGHTS)
     with pytest.raises(ConfigError, match=f"master_addr={HOST}:29501: no machine 0 answers there for 0.2 s"):
         join(machine(1, secret), WEIGHTS)
+    for reason in (
+        rf"machine\(s\) \[1\] have not joined at {HOST}:29501",
+        f"no machine 0 answers at {HOST}:29501 .* start",
+    ):
+        assert 0 < len(re.findall(f"still waiting, for at most 0 s more: {reason}", caplog.text)) < 5
 
 
 @pytest.mark.parametrize("call", [admit, join])

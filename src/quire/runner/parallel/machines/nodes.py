@@ -30,6 +30,8 @@ from quire.runner.parallel.messages import Connection, Message
 
 JOIN_S = 300.0
 """How long machines wait for each other."""
+_REMIND_S = 10.0
+"""How often one that waits says so."""
 _HANDSHAKE_S = 10.0
 _MAX_HANDSHAKE_BYTES = 4096
 _MAX_GUESTS = 64
@@ -217,6 +219,24 @@ def _divided(num_ranks: int | None) -> str:
     return "stages" if num_ranks is None else f"{num_ranks} ranks"
 
 
+class _Patience:
+    """Of one that waits for other machines."""
+
+    def __init__(self) -> None:
+        now_s = time.monotonic()
+        self._end_s, self._remind_s = now_s + JOIN_S, now_s + _REMIND_S
+
+    def has_ended(self, reason: str) -> bool:
+        """Whether JOIN_S are over. If they are not, the log says from time to time for what reason it goes on."""
+        now_s = time.monotonic()
+        if now_s > self._end_s:
+            return True
+        if now_s > self._remind_s:
+            self._remind_s = now_s + _REMIND_S
+            logger.warning("still waiting, for at most %d s more: %s", self._end_s - now_s, reason)
+        return False
+
+
 def admit(nodes: NodesConfig, fingerprint: str) -> list[list[socket.socket]]:
     """Wait until all other machines have joined. Returns the connections of each by `node_rank`.
 
@@ -227,10 +247,10 @@ def admit(nodes: NodesConfig, fingerprint: str) -> list[list[socket.socket]]:
     joined = admission.joined
     with _listening(nodes) as server, closing(admission):
         logger.info("waiting for %d other machine(s) at %s", nodes.nnodes - 1, nodes.master_addr)
-        end_s = time.monotonic() + JOIN_S
+        patience = _Patience()
         try:
             while missing := admission.missing:
-                if time.monotonic() > end_s:
+                if patience.has_ended(f"machine(s) {missing} have not joined at {nodes.master_addr}"):
                     raise ConfigError(
                         f"nnodes={nodes.nnodes}: machine(s) {missing} have not joined at {nodes.master_addr} for "
                         f"{JOIN_S:g} s; start each with --node-rank and the same --nnodes, --master-addr and secret"
@@ -247,16 +267,16 @@ def admit(nodes: NodesConfig, fingerprint: str) -> list[list[socket.socket]]:
 def join(nodes: NodesConfig, fingerprint: str, number: int = 0) -> socket.socket:
     """Connect to machine 0, for this machine's connection of this number. Raises ConfigError if it is not there after
     JOIN_S, refuses this machine, or does not have the secret."""
-    secret, end_s = _secret(nodes), time.monotonic() + JOIN_S
+    secret, patience = _secret(nodes), _Patience()
     while True:
         try:
             sock = socket.create_connection((nodes.host, nodes.port), timeout=_HANDSHAKE_S)
             break
         except OSError as error:
-            if time.monotonic() > end_s:
+            remedy = f"start it with --nnodes {nodes.nnodes} --node-rank 0, or correct the address"
+            if patience.has_ended(f"no machine 0 answers at {nodes.master_addr} ({error}); {remedy}"):
                 raise ConfigError(
-                    f"master_addr={nodes.master_addr}: no machine 0 answers there for {JOIN_S:g} s ({error}); start it "
-                    f"with --nnodes {nodes.nnodes} --node-rank 0, or correct the address"
+                    f"master_addr={nodes.master_addr}: no machine 0 answers there for {JOIN_S:g} s ({error}); {remedy}"
                 ) from error
             time.sleep(_RETRY_S)
     try:
