@@ -27,10 +27,10 @@ pytestmark = needs_native
 
 
 def check(config: ModelConfig, *, is_tiny: bool = False) -> None:
-    """Of each matrix in each of two and three ranks; and these keep about what one process does, unless most is the
+    """Of each matrix in each of two to four ranks; and these keep about what one process does, unless most is the
     padding of last panels."""
     whole = load_model(config)
-    for num_ranks in (2, 3):
+    for num_ranks in (2, 3, 4):
         kept = 0
         for rank in range(num_ranks):
             ranks = kernels.Ranks(Shard(rank, num_ranks))

@@ -36,7 +36,7 @@ def test_mixed_requests_in_a_small_cache_equal_one_process(part: int) -> None:
     given: dict[str, Any] = {"dtype": ("bfloat16", "float32")[part], "max_model_len": 64}
     expected = mixed.run(LLM(**given, num_gpu_blocks_override=400), prompts, params)
     small = {"num_gpu_blocks_override": 24, "max_num_seqs": 24, "max_num_batched_tokens": 96, "swap_space": 0.001}
-    for num_ranks in (2, 3):
+    for num_ranks in (2, 3, 4):
         with in_threads():
             llm = LLM(**given, **small, tensor_parallel_size=num_ranks, num_threads=1)
             assert mixed.run(llm, prompts, params) == expected
@@ -59,7 +59,8 @@ def test_formats_and_drafts_equal_one_process(given: dict[str, Any]) -> None:
     expected = of_ranks(1, PROMPTS, PARAMS, **TINY, **given)
     assert of_ranks(2, PROMPTS, PARAMS, **TINY, **given) == expected
     if "model" not in given.get("speculative_config", {}):  # whose layers have two heads
-        assert of_ranks(3, PROMPTS, PARAMS, **TINY, **given) == expected
+        for num_ranks in (3, 4):
+            assert of_ranks(num_ranks, PROMPTS, PARAMS, **TINY, **given) == expected
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
