@@ -208,26 +208,37 @@ def test_a_rank_that_ends_while_nothing_runs_ends_its_engine(door: Door) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", ["weights.load", "rank.step"])
-def test_a_rank_that_dies_in_a_phase_breaks_an_engine_in_the_callers_process(
-    point: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [("kill", "rank 1 was ended by SIGKILL"), ("delay", "rank 1 made no progress for 4 s")],
+    ids=["dies", "hangs"],
+)
+@pytest.mark.parametrize(
+    "point",
+    ["weights.load", "rank.step", "memory.workspace"],
+    ids=["while it loads", "before a step", "within one, when the other gathers"],
+)
+def test_a_rank_that_ends_in_a_phase_breaks_an_engine_in_the_callers_process(
+    point: str, action: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Dying(links.ChildProcess):
         def __init__(self, *given: Any) -> None:
             with pytest.MonkeyPatch.context() as patch:
-                for name, value in environment(Fault(point, "kill", after=2)).items():
+                for name, value in environment(Fault(point, action, after=2, seconds=600)).items():
                     patch.setenv(name, value)
                 super().__init__(*given)
 
+    for module in (links, ranks_executor):
+        monkeypatch.setattr(module, "PATIENCE_S", 4.0 if action == "delay" else 60.0)
     monkeypatch.setitem(executors.EXECUTORS, "ranks", partial(RanksExecutor, launch=Dying))
     descriptors, children = len(os.listdir("/proc/self/fd")), children_of(os.getpid())
     if point == "weights.load":
-        with pytest.raises(EngineBrokenError, match="rank 1 was ended by SIGKILL"):
+        with pytest.raises(EngineBrokenError, match=reason):
             LLM(**RANKS)
     else:
         llm = LLM(**RANKS)
-        with pytest.raises(EngineBrokenError, match="rank 1 was ended by SIGKILL"):
-            answers(llm, PROMPTS, PARAMS)
+        with pytest.raises(EngineBrokenError, match=reason):
+            answers_again(llm)
         llm.engine.executor.close()
     assert children_of(os.getpid()) == children
     assert len(os.listdir("/proc/self/fd")) <= descriptors
