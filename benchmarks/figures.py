@@ -20,6 +20,7 @@ from benchmarks.engines.interleaved import TINY, Row, Run, case, interleaved, sp
 from benchmarks.engines.peers import PRECISIONS, ROOT, Quire, Transformers, Vllm, num_threads
 from benchmarks.engines.session import Session
 from benchmarks.fleet import fleet
+from benchmarks.scaling import scaling
 from benchmarks.speculation import beside_others, twin
 from quire.cli.bench.limits import Limits, WeightCosts
 
@@ -250,6 +251,7 @@ FIGURES: dict[str, Callable[[Run], Iterator[Row]]] = {
     PEERS: beside_others,
     "latency": latency,
     "growth": growth,
+    "scaling": scaling,
     "kernels": kernels,
     "isas": isas,
     "attention": attention,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import speculation
+from benchmarks import scaling, speculation
 from benchmarks.markdown import table, title
 from benchmarks.plots import plot_growth, plot_throughput
 from benchmarks.targets import targets
@@ -354,6 +354,7 @@ _SECTIONS: dict[str, Callable[[Sequence[Row], Path], Iterator[str]]] = {
     "speculation_peers": speculation.report_peers,
     "latency": _latency,
     "growth": _growth,
+    "scaling": scaling.report,
     "kernels": _kernels,
     "isas": _isas,
     "attention": _attention,

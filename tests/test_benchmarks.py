@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from benchmarks import scaling
 from benchmarks.__main__ import main
 from benchmarks.checkpoints.dense import ensure_checkpoint, random_weights
 from benchmarks.checkpoints.derived import ensure_adapters, ensure_packed
@@ -118,6 +119,32 @@ def test_a_driver_that_cannot_start_says_where_its_last_words_are(run: Run) -> N
     finally:
         session.close()
     assert "no such thing" in (run.folder / "logs" / "fast bfloat16.log").read_text()
+
+
+def test_threads_are_measured_in_turn_up_to_twice_the_machine_s(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[tuple[int, int]]()
+
+    class Timed:
+        def __init__(self, engine: Engine, checkpoint: Path, max_model_len: int) -> None:
+            (self.count,) = engine.arguments.values()  # type: ignore[attr-defined]
+            assert engine.name == f"quire-{self.count}-threads"
+
+        def call(self, op: str, output_len: int, **each: int) -> dict[str, float]:
+            asked.append((self.count, output_len))
+            return {"elapsed_s": 2 / self.count}
+
+        def close(self) -> None: ...
+
+    for name, value in {"Session": Timed, "num_threads": lambda: 3, "ensure_checkpoint": lambda path: path}.items():
+        monkeypatch.setattr(scaling, name, value)
+    rows = list(scaling.scaling(run))
+    assert [row["threads"] for row in rows if row.get("region_us", 0) > 0] == [1, 2, 3, 6]
+    found = [row for row in rows if "speedup" in row]
+    assert len(found) == 2 * 3 * 4
+    assert [(row["threads"], row["speedup"]) for row in found[:4]] == [(1, 1.0), (2, 2.0), (3, 3.0), (6, 6.0)]
+    assert found[5]["tokens_per_s"] == 8 * 32 * 2 / 2
+    assert asked[:8] == [(count, output_len) for output_len in (4, 32) for count in (1, 2, 3, 6)]
+    assert [scaling.thread_counts(most) for most in (1, 2, 8)] == [[1, 2], [1, 2, 4], [1, 2, 4, 8, 16]]
 
 
 def test_prompts_are_the_same_for_every_engine() -> None:
@@ -247,6 +274,16 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         }
         for by, power in (("batch", 0.5), ("context", 2)) for n in (1, 4)
     ],
+    "scaling": [
+        *({"threads": count, "region_us": 1.5 * count} for count in (1, 2)),
+        *(
+            {
+                "precision": "int8", "num_prompts": 8, "input_len": 128, "output_len": 32, "threads": count,
+                "speedup": 0.95 * count, "tokens_per_s": 100.5 * count,
+            }
+            for count in (1, 2)
+        ),
+    ],
     "isas": [
         {
             "isa": "avx2", "dtype": "int8", "rows": 8, "n": 64, "k": 32, "us": 9.5, "gb_per_s": 1.5, "gflop_per_s": 2.5,
@@ -288,6 +325,7 @@ def test_the_report_shows_the_rows_and_nothing_it_has_not(tmp_path: Path) -> Non
     assert "(4 times), the cost grows 2.0 times: linear or better" in text
     assert "(4 times), the cost grows 16.0 times: more than linear" in text
     assert "| avx2 | int8 | 8 | 64 | 32 | 9.5 | 1.5 | 2.5 | reading | 0.71 |" in text
+    assert "| int8 | 8 x 128 / 32 | 100.5 (0.95) | 201.0 (1.90) |\n| a region, us |  | 1.5 | 3.0 |" in text
     assert "## Kernels" not in text
     plots = {path.name: path.read_bytes() for path in (tmp_path / "page").iterdir()}
     assert set(plots) == {"throughput.svg", "growth-batch.svg", "growth-context.svg", "growth-waiting.svg"}
