@@ -11,9 +11,11 @@ from benchmarks.engines.interleaved import Row, Run, case, interleaved, own_cost
 from benchmarks.engines.peers import (
     Engine,
     LlamaCpp,
+    LlamaCppAvx2,
     OpenVino,
     Quire,
     QuireAdapters,
+    QuireAvx2,
     QuireFallback,
     QuireGguf,
     QuirePacked,
@@ -68,6 +70,15 @@ def formats(run: Run) -> Iterator[Row]:
         made = [engine(run.folder, precision) for engine, precision in engines]
         for row in interleaved(run, made, checkpoint, cases, 1024, own_costs):
             yield {"format": name} | row
+
+
+def avx2(run: Run) -> Iterator[Row]:
+    """Measure Qwen2-0.5B's shape with AVX2 alone, beside llama.cpp compiled for it."""
+    checkpoint = ensure_checkpoint(run.checkpoint)
+    cases = [case(num_prompts, 128, 32 if run.quick else 64) for num_prompts in (1, 8)]
+    for precision in ("int8", "int4"):
+        engines = [QuireAvx2(run.folder, precision), LlamaCppAvx2(run.folder, precision)]
+        yield from interleaved(run, engines, checkpoint, cases, 1024, own_costs)
 
 
 def adapters(run: Run) -> Iterator[Row]:

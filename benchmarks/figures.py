@@ -254,6 +254,7 @@ FIGURES: dict[str, Callable[[Run], Iterator[Row]]] = {
     "scaling": scaling,
     "kernels": kernels,
     "isas": isas,
+    "avx2": comparisons.avx2,
     "attention": attention,
     "scheduler": scheduler,
     "kv_cache": kv_cache,

@@ -293,6 +293,15 @@ def _isas(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from table(head, ([row[name] for name in names] for row in rows))
 
 
+def _avx2(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from title("Processors with AVX2 alone", "python -m benchmarks avx2")
+    yield "Qwen2-0.5B's shape; llama.cpp is compiled for AVX2, FMA and F16C, with Q8_0 and Q4_K_M. The limit is that of"
+    yield "the same instructions."
+    for precision in dict.fromkeys(row["precision"] for row in rows):
+        yield f"\n### AVX2, {precision}\n"
+        yield from _engines([row for row in rows if row["precision"] == precision])
+
+
 def _attention(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from title("Attention", "python -m benchmarks attention", "quire bench attention")
     decodes = [row for row in rows if row["attention"] == "decode"]
@@ -357,6 +366,7 @@ _SECTIONS: dict[str, Callable[[Sequence[Row], Path], Iterator[str]]] = {
     "scaling": scaling.report,
     "kernels": _kernels,
     "isas": _isas,
+    "avx2": _avx2,
     "attention": _attention,
     "scheduler": _scheduler,
     "kv_cache": _kv_cache,

@@ -36,7 +36,8 @@ def thread_counts(most: int) -> list[int]:
 def with_threads(run: Run, precision: str, count: int) -> Quire:
     """This checkout with a number of threads."""
     members = {"name": f"quire-{count}-threads", "arguments": {"num_threads": count}}
-    return type("QuireThreads", (Quire,), members)(run.folder, precision)
+    made: type[Quire] = type("QuireThreads", (Quire,), members)
+    return made(run.folder, precision)
 
 
 def scaling(run: Run) -> Iterator[Row]:

@@ -290,6 +290,14 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             "limit": "reading", "of_limit": 0.71, "kernel": "matmul",
         }
     ],
+    "avx2": [
+        {"engine": "llama.cpp-avx2", "precision": "int8", "load_s": 1.25},
+        {
+            "engine": "llama.cpp-avx2", "precision": "int8", "num_prompts": 1, "input_len": 128, "output_len": 64,
+            "elapsed_s": [1.0], "output_tokens_per_s": 64.0, "input_tokens_per_s": 128.0, "steps_per_s": 64.0,
+            "quire_speedup": 1.5, "read_gb_per_s": 40.5, "peak_gflop_per_s": 300,
+        },
+    ],
     "speculation": [
         {
             "text": "answers", "method": "draft_model", "precision": "int8", "num_tokens": 303, "num_steps": [303, 100],
@@ -326,6 +334,8 @@ def test_the_report_shows_the_rows_and_nothing_it_has_not(tmp_path: Path) -> Non
     assert "(4 times), the cost grows 16.0 times: more than linear" in text
     assert "| avx2 | int8 | 8 | 64 | 32 | 9.5 | 1.5 | 2.5 | reading | 0.71 |" in text
     assert "| int8 | 8 x 128 / 32 | 100.5 (0.95) | 201.0 (1.90) |\n| a region, us |  | 1.5 | 3.0 |" in text
+    assert "### AVX2, int8\n" in text
+    assert "| 1 x 128 / 64 | llama.cpp-avx2 | 64.0 | 64.0 | 1.50 |  | 1.2 s |" in text
     assert "## Kernels" not in text
     plots = {path.name: path.read_bytes() for path in (tmp_path / "page").iterdir()}
     assert set(plots) == {"throughput.svg", "growth-batch.svg", "growth-context.svg", "growth-waiting.svg"}

@@ -175,6 +175,16 @@ class QuireAdapters(Quire):
         return self._driver("quire_engine", checkpoint, json.dumps({"max_model_len": max_model_len} | lora))
 
 
+class QuireAvx2(Quire):
+    """This checkout as it runs on a processor without AVX-512 and AVX-VNNI."""
+
+    name = "quire-avx2"
+
+    def variables(self) -> Mapping[str, str]:
+        """Choose the variant."""
+        return {**super().variables(), "QUIRE_ISA": "avx2"}
+
+
 class Vllm(Engine):
     """vLLM's CPU build in its fastest configuration: tcmalloc and Intel's OpenMP preloaded, a thread per processor."""
 
@@ -280,8 +290,21 @@ class LlamaCpp(Engine):
         return converted
 
 
+class LlamaCppAvx2(LlamaCpp):
+    """llama.cpp compiled for AVX2 alone."""
+
+    name, environment = "llama.cpp-avx2", "llama-cpp-avx2"
+
+    def _install(self) -> None:
+        chosen = " ".join(f"-DGGML_{name}=ON" for name in ("AVX", "AVX2", "BMI2", "FMA", "F16C"))
+        package = "llama-cpp-python"
+        command = ["env", f"CMAKE_ARGS=-DGGML_NATIVE=OFF {chosen}", str(self.python), "-m", "pip", "install", "--quiet"]
+        # a wheel that is there already was compiled for this machine
+        self._run([*command, "--no-cache-dir", "--no-binary", package, package, "gguf", "numpy"])
+
+
 ENGINES: tuple[type[Engine], ...] = (
-    Quire, QuireFallback, QuireGguf, QuirePacked, Vllm, Transformers, OpenVino, LlamaCpp,
+    Quire, QuireFallback, QuireGguf, QuirePacked, QuireAvx2, Vllm, Transformers, OpenVino, LlamaCpp, LlamaCppAvx2,
 )  # fmt: skip
 """All engines; Quire is first, because the others are compared with it."""
 PRECISIONS: Mapping[str, tuple[type[Engine], ...]] = {
