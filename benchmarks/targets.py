@@ -197,6 +197,37 @@ TARGETS = (
     ),
     *(
         Target(
+            f"{name}, {n} concurrent: times llama.cpp",
+            aim,
+            _of("quire_speedup", figure="formats", format=name, engine="llama.cpp", num_prompts=n),
+        )
+        for name, n, aim in (
+            ("GGUF Q8_0", 1, 1.6),
+            ("GGUF Q8_0", 8, 4.0),
+            ("GGUF Q4_K_M", 1, 1.6),
+            ("GGUF Q4_K_M", 8, 3.0),
+        )
+    ),
+    *(
+        Target(
+            f"AVX2, {precision}, {n} concurrent: times llama.cpp",
+            aim,
+            _of("quire_speedup", figure="avx2", engine="llama.cpp-avx2", precision=precision, num_prompts=n),
+        )
+        for precision, n, aim in (("int8", 1, 1.3), ("int8", 8, 3.0), ("int4", 1, 1.3), ("int4", 8, 2.0))
+    ),
+    *(
+        Target(
+            f"transformers' modules, {precision}, {n} concurrent: time, times that of Quire's own model",
+            1.67,
+            _of("quire_speedup", figure="fallback", precision=precision, num_prompts=n, engine="quire-transformers"),
+            at_most=True,
+        )
+        for precision in ("bfloat16", "int8")
+        for n in (1, 8)
+    ),
+    *(
+        Target(
             f"int8 cache, 8,000 tokens x {n}, heads {heads}: times bfloat16",
             1.0,
             _int8_cache_speedup(heads, n),
