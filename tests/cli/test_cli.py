@@ -91,9 +91,10 @@ def test_chat_takes_the_model_as_serve_does(run: Run, loaded: dict[str, Any]) ->
     assert run("chat", "quire-draft")[0] == 0
     assert loaded["kwargs"] == {"model": "quire-draft"}
     loaded.clear()
-    status, _, err = run("chat", "quire-draft", "--model", "quire-tiny")
-    assert status == 2
-    assert "two models are given, 'quire-draft' and 'quire-tiny'" in err
+    for command in ("chat", "plan"):
+        status, _, err = run(command, "quire-draft", "--model", "quire-tiny")
+        assert status == 2
+        assert "two models are given, 'quire-draft' and 'quire-tiny'" in err
 
 
 def test_the_chat_lists_its_commands(run: Run, loaded: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.cli.arguments.options import add_engine_arguments, engine_kwargs
+from quire.cli.arguments.options import add_engine_arguments, add_model_argument, engine_kwargs
 from quire.common.errors import ConfigError
 from quire.config.args import EngineArgs
 from quire.config.checkpoint.draft_heads import has_mtp_layer
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument(
-        "model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model MODEL"
-    )
+    add_model_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     fleet = parser.add_argument_group("fleet")
     fleet.add_argument("--fleet", type=Path, metavar="TRACE", help="find the smallest fleet for this JSONL file")
