@@ -3,11 +3,11 @@
 import pytest
 
 from quire.common.errors import CheckpointError, UnsupportedModelError
-from quire.config.checkpoint.architectures import MODELS, POOLING_MODELS, supported_architecture, unsupported
+from quire.config.checkpoint.architectures import MODELS, supported_architecture, unsupported
 from quire.config.hf_config import HFConfig
 
-KNOWN = ", ".join(sorted(MODELS | POOLING_MODELS))
-SUPPORTED = f"is not supported (supported: {KNOWN}; a checkpoint's own Python code is never run)"
+REFUSED = "is not supported: Quire has no class for it"
+LISTED = "`quire models` lists those that it has"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -16,16 +16,32 @@ def test_a_supported_architecture_is_the_first_that_is_named(name):
 
 
 @pytest.mark.parametrize(
-    ("values", "name"),
+    ("values", "name", "listed"),
     [
-        ({"architectures": ["CTRLLMHeadModel"], "model_type": "llama"}, "CTRLLMHeadModel"),
-        ({"model_type": "ctrl"}, "ctrl"),
+        ({"architectures": ["CTRLLMHeadModel"], "model_type": "llama"}, "CTRLLMHeadModel", LISTED),
+        ({"model_type": "ctrl"}, "ctrl", LISTED),
+        (
+            {"architectures": ["MixtralForCausalLm"]},
+            "MixtralForCausalLm",
+            f"{LISTED}; closest: 'MixtralForCausalLM', 'MistralForCausalLM'",
+        ),
+        ({"model_type": "deberta_v3"}, "deberta_v3", f"{LISTED}; closest: .*'DebertaV2"),
     ],
 )
-def test_an_unsupported_architecture_is_named_with_its_file(values, name):
-    with pytest.raises(UnsupportedModelError) as raised:
+def test_an_unsupported_architecture_is_named_with_its_file_and_the_closest_ones(values, name, listed):
+    with pytest.raises(UnsupportedModelError, match=rf"\({listed}.*\)$") as raised:
         supported_architecture(HFConfig(values, "a/config.json"))
-    assert str(raised.value) == f"a/config.json: the architecture {name!r} {SUPPORTED}"
+    message = str(raised.value)
+    assert message.startswith(f"a/config.json: the architecture {name!r} {REFUSED} (")
+    assert len(message) < 300
+    assert ("closest" in message) == ("closest" in listed)
+
+
+@pytest.mark.parametrize("values", [{"architectures": ["OwnForCausalLM"]}, {"model_type": "own"}])
+def test_code_that_comes_with_a_checkpoint_is_said_to_be_never_run(values):
+    with pytest.raises(UnsupportedModelError) as raised:
+        supported_architecture(HFConfig(values | {"auto_map": {"AutoModel": "a.B"}}, "c"))
+    assert f"{REFUSED}, and code that comes with a checkpoint (auto_map) is never run ({LISTED})" in str(raised.value)
 
 
 @pytest.mark.parametrize("named", [None, [], [5], "LlamaForCausalLM", {}])
@@ -38,4 +54,4 @@ def test_a_config_that_names_none_is_malformed(named, model_type):
 
 
 def test_a_name_without_end_is_cut():
-    assert str(unsupported("x" * 200)) == f"the architecture {'x' * 80!r} {SUPPORTED}"
+    assert str(unsupported("x" * 10**6)) == f"the architecture {'x' * 80!r} {REFUSED} ({LISTED})"

@@ -1,5 +1,7 @@
 """Mixtures of experts: routed as the reference says, each row with the bits that its expert's matrix gives it alone."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -297,16 +299,24 @@ def test_experts_that_do_not_exist_are_refused(expert):
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "said"),
     [
-        {"top_k": 0}, {"top_k": 9}, {"num_experts": 1025}, {"num_experts": 0}, {"num_groups": 3}, {"num_groups": 0},
-        {"num_groups": 4, "top_groups": 5}, {"num_groups": 8, "top_groups": 2, "top_k": 3}, {"scoring": "hash"},
-        {"num_groups": 8, "top_groups": 8, "has_pairs": True},
+        ({"top_k": 0}, "0 experts for each token, which chooses from 8: there must be 1 to 8"),
+        ({"top_k": 9}, "9 experts for each token, which chooses from 8: there must be 1 to 8"),
+        ({"num_experts": 1025}, "1025 experts: there must be 1 to 1024"),
+        ({"num_experts": 0}, "0 experts: there must be 1 to 1024"),
+        ({"num_groups": 3}, "1 of 3 groups of 8 experts: groups must have the same size"),
+        ({"num_groups": 0}, "1 of 0 groups of 8 experts"),
+        ({"num_groups": 4, "top_groups": 5}, "5 of 4 groups of 8 experts"),
+        ({"num_groups": 8, "top_groups": 2, "top_k": 3}, "3 experts for each token, which chooses from 2"),
+        ({"scoring": "hash"}, "scoring 'hash': it must be one of softmax, sigmoid, sparsemixer"),
+        ({"num_groups": 8, "top_groups": 8, "has_pairs": True}, "8 groups of one expert"),
     ],
-)  # fmt: skip
-def test_routings_that_make_no_sense_are_refused(wrong):
-    with pytest.raises(KernelError, match="there must be at most 1024 experts"):
+)
+def test_routings_that_make_no_sense_are_refused_with_their_numbers(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(KernelError, match=said) as caught:
         Routing(**({"top_k": 2, "num_experts": 8} | wrong))
+    assert "Routing(" not in str(caught.value)
 
 
 def test_arguments_that_do_not_fit_are_refused():

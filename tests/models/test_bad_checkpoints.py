@@ -189,8 +189,8 @@ def test_an_unsupported_architecture_is_called_so_whatever_else_its_config_has(
     write(folder, config, weights())
     with pytest.raises(UnsupportedModelError, match=f"the architecture '{named}' is not supported") as caught:
         load(folder)
-    assert all(name in str(caught.value) for name in MODELS)
-    assert "did you mean" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+    assert "(`quire models` lists those that it has" in str(caught.value)
 
 
 @pytest.mark.parametrize("config", [{}, {"model_type": "llama"}, {"model_type": "gpt2"}, {"model_type": "gpt_neox"}])

@@ -1,5 +1,6 @@
 """The architectures that Quire runs, and which class runs each of them."""
 
+import difflib
 import re
 
 from quire.common.errors import CheckpointError, UnsupportedModelError
@@ -136,17 +137,26 @@ def supported_architecture(hf: HFConfig) -> str:
         if named[0] in MODELS or named[0] in POOLING_MODELS:
             return named[0]
         raise unsupported(named[0], f"{hf.source}: ", needs_code=hf.get("auto_map") is not None)
-    families = {re.sub(r"(For[A-Z]\w*|LMHeadModel|Model)$", "", name).lower() for name in (*MODELS, *POOLING_MODELS)}
+    families = {_family(name) for name in (*MODELS, *POOLING_MODELS)}
     if named is None and isinstance(model_type, str) and re.sub("[_-]", "", model_type).lower() not in families:
-        raise unsupported(model_type, f"{hf.source}: ")
+        raise unsupported(model_type, f"{hf.source}: ", needs_code=hf.get("auto_map") is not None)
     raise CheckpointError(f"{hf.source}: 'architectures' is {named!r}, but must be a list that names the model's class")
 
 
 def unsupported(name: str, where: str = "", *, needs_code: bool = False) -> UnsupportedModelError:
-    """The error for an architecture that Quire does not run. `needs_code`: it is defined in the checkpoint alone."""
-    known = ", ".join(sorted((*MODELS, *POOLING_MODELS)))
-    why = ": it is defined by code that comes with the checkpoint (auto_map)" if needs_code else ""
+    """The error for an architecture that Quire does not run, with the closest names. `needs_code`: the checkpoint comes
+    with code that defines it."""
+    families = {known: _family(known) for known in (*MODELS, *POOLING_MODELS)}
+    near = set(difflib.get_close_matches(_family(name[:80]), set(families.values()), cutoff=0.7))
+    alike = [known for known, family in families.items() if family in near]
+    close = ", ".join(map(repr, difflib.get_close_matches(name[:80], alike, cutoff=0)))
+    code = ", and code that comes with a checkpoint (auto_map) is never run" if needs_code else ""
     return UnsupportedModelError(
-        f"{where}the architecture {name[:80]!r} is not supported{why} (supported: {known}; "
-        "a checkpoint's own Python code is never run)"
+        f"{where}the architecture {name[:80]!r} is not supported: Quire has no class for it{code} "
+        f"(`quire models` lists those that it has{f'; closest: {close}' if close else ''})"
     )
+
+
+def _family(name: str) -> str:
+    """What the names of a family's classes begin with, and what its `model_type` usually is without separators."""
+    return re.sub(r"(For[A-Z]\w*|LMHeadModel|Model)$", "", name).lower()

@@ -34,11 +34,11 @@ def implementation(hf: HFConfig, model_impl: str) -> tuple[str, str, HFConfig]:
         architecture = supported_architecture(hf)
     except UnsupportedModelError as error:
         if wanted != "auto":
-            raise
+            raise UnsupportedModelError(f"{error}; model_impl='auto' also tries transformers' modules") from error
         try:
             architecture = _library_architecture(hf)
         except (ConfigError, UnsupportedModelError) as reason:
-            raise UnsupportedModelError(f"{error}; {reason}") from error
+            raise UnsupportedModelError(f"{error}; {str(reason).removeprefix(f'{hf.source}: ')}") from error
         return architecture, "transformers", _with_sizes(hf)
     return architecture, "quire", standard_names(hf)
 

@@ -42,19 +42,25 @@ class Routing:
     jitter: float = 0.0
 
     def __post_init__(self) -> None:
-        size = self.num_experts // max(self.num_groups, 1)
-        if not (
-            0 < self.num_experts <= MAX_EXPERTS
-            and 0 < self.top_groups <= self.num_groups
-            and size * self.num_groups == self.num_experts
-            and 0 < self.top_k <= size * self.top_groups
-            and self.scoring in SCORINGS
-            and (size > 1 or not self.has_pairs)
-        ):
-            raise KernelError(
-                f"{self}: there must be at most {MAX_EXPERTS} experts in equal groups, top_k experts in top_groups of "
-                f"them, two in a group with has_pairs, and a scoring of {', '.join(SCORINGS)}"
+        if wrong := self._wrong():
+            raise KernelError(wrong)
+
+    def _wrong(self) -> str:
+        """Which numbers do not fit together; an empty string if all do."""
+        if not 0 < self.num_experts <= MAX_EXPERTS:
+            return f"{self.num_experts} experts: there must be 1 to {MAX_EXPERTS}"
+        size, rest = divmod(self.num_experts, max(self.num_groups, 1))
+        if rest or not 0 < self.top_groups <= self.num_groups:
+            return (
+                f"{self.top_groups} of {self.num_groups} groups of {self.num_experts} experts: groups must have the "
+                "same size, and 1 to all of them must be chosen"
             )
+        most = size * self.top_groups
+        if not 0 < self.top_k <= most:
+            return f"{self.top_k} experts for each token, which chooses from {most}: there must be 1 to {most}"
+        if self.has_pairs and size == 1:
+            return f"{self.num_groups} groups of one expert: groups judged by their two best experts must have two"
+        return "" if self.scoring in SCORINGS else f"scoring {self.scoring!r}: it must be one of {', '.join(SCORINGS)}"
 
 
 @dataclass(frozen=True, slots=True)
