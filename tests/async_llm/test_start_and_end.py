@@ -21,6 +21,8 @@ from quire import (
     OutOfMemoryError,
     SamplingParams,
 )
+from quire.common.errors import TokenizerError
+from quire.interfaces.async_llm.engine_client import EngineClient
 from quire.interfaces.launch import link
 from tests.forks import children_of
 
@@ -57,6 +59,23 @@ def test_an_engine_that_dies_while_it_starts_is_reported(monkeypatch: pytest.Mon
     monkeypatch.setattr(link, "start_process", start_and_kill)
     with pytest.raises(EngineDeadError, match=r"did not start.*signal 9"):
         Door()
+
+
+def test_a_missing_tokenizer_ends_engines_that_still_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the weights may take minutes."""
+    ended = []
+
+    async def load(*_: Any, **__: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    monkeypatch.setattr(EngineClient, "start", load)
+    args = EngineArgs(tokenizer=str(tmp_path), data_parallel_size=2, cpu_list=None, num_threads=1)
+    with pytest.raises(TokenizerError, match="has no tokenizer"):
+        asyncio.run(asyncio.wait_for(AsyncLLM.from_args(args), LIMIT_MS / 1000))
+    assert ended == [True, True]
 
 
 def test_max_model_len_is_what_the_engine_has_room_for() -> None:

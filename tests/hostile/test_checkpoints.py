@@ -278,6 +278,16 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a trillion experts": (
         lambda f: config(f, architectures=["MixtralForCausalLM"], num_local_experts=10**12), "num_local_experts"
     ),
+    "more experts a token than there are": (
+        lambda f: config(f, architectures=["MixtralForCausalLM"], num_local_experts=4, num_experts_per_tok=9),
+        "9 experts for each token, which chooses from 4",
+    ),
+    "an architecture of nowhere": (
+        lambda f: config(f, architectures=["NowhereForCausalLM"], model_type="nowhere"), "`quire models` lists"
+    ),
+    "recommended parameters out of range": (
+        lambda f: rewrite(f, "generation_config.json", b'{"temperature": "hot"}'), "temperature='hot'"
+    ),
     "no numbers in the config": (lambda f: config(f, hidden_size=float("inf")), "hidden_size"),
     "a tokenizer that is none": (lambda f: rewrite(f, "tokenizer.json", b'{"model": null}'), "tokenizer.json"),
     "a tokenizer that is cut off": (

@@ -23,7 +23,7 @@ from quire.engine.process.messages import Progress
 from quire.engine.requests.grammar_queue import GrammarQueue
 from quire.engine.requests.input_processor import InputProcessor, Prompt
 from quire.engine.requests.new_group import new_group, new_scoring_group
-from quire.engine.requests.recommended import recommended_params
+from quire.engine.requests.recommended import recommended_params, tokenizer_of
 from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
 from quire.engine.routing.replicas import check_one_engine
 from quire.engine.scheduling.loaded_adapters import LoadedAdapters
@@ -81,7 +81,7 @@ class LLMEngine:
         check_one_engine(args)
         show_messages()
         logger.info("%s", plan := plan_memory(args))
-        tokenizer = Tokenizer.from_path(plan.config.model.tokenizer_path)
+        tokenizer = tokenizer_of(plan.config.model)
         engine = cls(plan, make_executor(plan.config, plan.kv_cache), tokenizer)
         for request in args.lora_requests():
             engine.adapters.add(request)

@@ -95,7 +95,7 @@ class AsyncLLM:
         llm = cls.__new__(cls)
         llm.config = engine_args.resolve()
         llm.model_config = llm.config.model
-        llm.tokenizer = read_tokenizer(llm.model_config.tokenizer_path)
+        llm.tokenizer = read_tokenizer(llm.model_config)
         llm._start_args, llm._starting = engine_args, asyncio.Lock()
         return llm
 

@@ -9,7 +9,9 @@ from functools import partial
 from typing import Any
 
 from quire.config.args import EngineArgs, EngineConfig
+from quire.config.model import ModelConfig
 from quire.engine.process.messages import Ready
+from quire.engine.requests.recommended import tokenizer_of
 from quire.interfaces.async_llm.engine_client import EngineClient
 from quire.interfaces.async_llm.supervisor import Supervisor
 from quire.interfaces.launch.placing import place
@@ -43,15 +45,18 @@ async def start_engines(args: EngineArgs, hang_timeout_s: float | None, name: st
         )
         for number, (part, launch) in enumerate(placed.engines)
     ]
-    reading = asyncio.to_thread(read_tokenizer, config.model.tokenizer_path)
-    tokenizer, *states = await asyncio.gather(reading, *[engine.start() for engine in engines], return_exceptions=True)
-    ready = [state for state in states if isinstance(state, Ready)]
-    failures = [result for result in (*states, tokenizer) if isinstance(result, BaseException)]
-    if not isinstance(tokenizer, Tokenizer) or failures:
-        running = [engine for engine, state in zip(engines, states, strict=True) if isinstance(state, Ready)]
-        await asyncio.gather(*[engine.close() for engine in running])
+    try:
+        async with asyncio.TaskGroup() as group:  # the first failure ends the others: weights may take minutes to load
+            reading = group.create_task(asyncio.to_thread(read_tokenizer, config.model))
+            starting = [group.create_task(engine.start()) for engine in engines]
+    except ExceptionGroup as failed:
+        ended = [task.cancelled() or task.exception() is not None for task in starting]
+        await asyncio.gather(
+            *[engine.close() for engine, has_ended in zip(engines, ended, strict=True) if not has_ended]
+        )
         await asyncio.to_thread(placed.close)
-        raise failures[0]
+        raise failed.exceptions[0] from None
+    ready, tokenizer = [task.result() for task in starting], reading.result()
     return Started(engines, ready, config, tokenizer, placed.close)
 
 
@@ -68,8 +73,8 @@ class Started:
     """Gives back where the engines ran, once they have ended; it blocks."""
 
 
-def read_tokenizer(path: Any) -> Tokenizer:
-    """Return the tokenizer in this folder or file. Raises TokenizerError or CheckpointError."""
-    tokenizer = Tokenizer.from_path(path)
+def read_tokenizer(model: ModelConfig) -> Tokenizer:
+    """Return the model's tokenizer. Raises the errors of `tokenizer_of`."""
+    tokenizer = tokenizer_of(model)
     _ = tokenizer.max_token_len  # computed now, because it is slow for a large vocabulary
     return tokenizer
