@@ -76,10 +76,12 @@ MIXTURES: dict[str, dict[str, Any]] = {
     | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "v_head_dim": 4},
 }
 """The same with experts, which Quire's kernels compute."""
+GEMMA4 = {"global_head_dim": 8, "hidden_size_per_layer_input": 0, "tie_word_embeddings": False, "pad_token_id": 0}
 ARCHITECTURES: dict[str, dict[str, Any]] = MIXTURES | {
-    "Gemma4ForCausalLM": SHAPE
-    | WINDOWS
-    | {"global_head_dim": 8, "hidden_size_per_layer_input": 0, "tie_word_embeddings": False, "pad_token_id": 0},
+    "Apertus1p5TextForCausalLM": SHAPE | {"rope_parameters": PLAIN},
+    "CodeGenForCausalLM": GPT | {"rotary_dim": 4},
+    "Gemma4ForCausalLM": SHAPE | WINDOWS | GEMMA4,
+    "Gemma4UnifiedForCausalLM": SHAPE | WINDOWS | GEMMA4,
     "BertGenerationDecoder": DECODING_BERT,
     "BertLMHeadModel": DECODING_BERT,
     "BitNetForCausalLM": SHAPE,
@@ -294,7 +296,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "chunks": (
         "CwmForCausalLM",
         {"layer_types": ["full_attention", "chunked_attention"], "sliding_window": 8},
-        "does not run without weights: KeyError 'chunked_attention'",
+        "without the library's cache, it fails: KeyError 'chunked_attention'",
     ),
     "moving frequencies": (
         "CwmForCausalLM",
@@ -304,7 +306,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a head that reaches into the layers": (
         "OPTForCausalLM",
         {"pad_token_id": 0, "word_embed_proj_dim": 32},
-        "does not run without weights: AttributeError 'GivenHidden' object has no attribute 'decoder'",
+        "without the library's cache, it fails: AttributeError 'GivenHidden' object has no attribute 'decoder'",
     ),
     "values of a wrong type": ("CwmForCausalLM", {"num_hidden_layers": "two"}, "transformers refuses it"),
     "a nested config": ("Llama4ForCausalLM", {"model_type": "llama4"}, "a nested config is not supported"),

@@ -169,7 +169,9 @@ def _survey(model: Any, config: ModelConfig) -> Survey:
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever the library's code raises
-        raise UnsupportedModelError(f"it does not run without weights: {type(error).__name__} {error}") from error
+        raise UnsupportedModelError(
+            f"given only tokens and positions, without the library's cache, it fails: {type(error).__name__} {error}"
+        ) from error
     setattr(model, model.base_model_prefix, layers)
     num_layers = model.config.num_hidden_layers
     if set(survey.specs) != set(range(num_layers)):
