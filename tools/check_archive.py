@@ -25,6 +25,7 @@ PACKAGE = (
     "quire/server/page/files/styles/base.css",
     "quire/server/page/docs/index.html",
     "quire/common/arguments/vllm_arguments.toml",
+    "quire/config/checkpoint/tested_variants.json",
     "quire/interfaces/compat/sampling_params.py",
     "quire/models/embedded/LICENSE-PSF.txt",
     *(f"quire/models/embedded/pirate/{file}" for file in ("adapter_config.json", "adapter_model.safetensors")),

@@ -13,7 +13,7 @@ def test_every_architecture_has_a_line_that_describes_it(capsys):
     lines = [line.split(maxsplit=1) for line in listed.splitlines()]
     assert [name for name, _ in lines] == list(MODELS | POOLING_MODELS)
     assert dict(lines)["CohereForCausalLM"].startswith("Command R (Cohere 2024)")
-    assert dict(lines)["DeepseekV3ForCausalLM"].endswith("[latent]")
+    assert dict(lines)["DeepseekV3ForCausalLM"].endswith("[latent; tested: deepseek-v3, deepseek-v3-halves]")
     assert [kind.partition(":")[0] for kind in kinds] == ["dense", "encoder", "latent", "mixture"]
     assert [line.split()[0] for line in draft_heads.splitlines()[1::2]] == list(HEADS)
     assert draft_heads.count("    needs a ") == 3
@@ -28,4 +28,6 @@ def test_the_command_prints_json(capsys):
     assert all(row["description"] and row["needs"] for row in draft_heads)
     assert [row["architecture"] for row in rows] == list(MODELS | POOLING_MODELS)
     assert all(row["description"] and row["formats"] and row["share_of_limit"] for row in rows)
+    assert all("`" in row["share_of_limit"] for row in rows), "the command that measures it"
+    assert all(row["tested_variants"] for row in rows)
     assert {row["architecture"]: row["kind"] for row in rows}["BertModel"] == "encoder"

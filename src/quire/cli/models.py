@@ -15,13 +15,17 @@ def run(options: argparse.Namespace) -> int:
     from quire.models.registry import described_models  # loads torch
 
     models = list(described_models())
-    width = max(len(name) for name, _, _ in models)
-    for name, text, kind in models:
+    width = max(len(name) for name, *_ in models)
+    for name, text, kind, variants in models:
         about = {"architecture": name, "description": text, "kind": kind.name}
-        about |= {"formats": kind.formats, "share_of_limit": kind.share}
-        print(json.dumps(about) if options.json else f"{name:{width}}  {text} [{kind.name}]")
+        about |= {"formats": kind.formats, "share_of_limit": kind.share, "tested_variants": variants}
+        print(
+            json.dumps(about)
+            if options.json
+            else f"{name:{width}}  {text} [{kind.name}; tested: {', '.join(variants)}]"
+        )
     if not options.json:
-        for kind in sorted({kind for _, _, kind in models}, key=lambda kind: kind.name):
+        for kind in sorted({kind for *_, kind, _ in models}, key=lambda kind: kind.name):
             print(f"\n{kind.name}: weights in {kind.formats}\n    share of the limit: {kind.share}")
         print("\ndraft heads, by method of speculative_config:")
     for method, (text, needs) in HEADS.items():

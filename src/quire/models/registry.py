@@ -1,10 +1,13 @@
 """Finds the class that runs an architecture. A model's module is imported when it is asked for."""
 
 import importlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.config.checkpoint import architectures
 from quire.config.checkpoint.architectures import MODELS, POOLING_MODELS, unsupported
 from quire.config.model import ModelConfig
 
@@ -70,10 +73,16 @@ _KINDS = {
 """By the folder of `quire.models.families`. All others are dense."""
 
 
-def described_models() -> Iterator[tuple[str, str, ModelKind]]:
-    """Every architecture, the first line of its module (which models it is, and how they differ from others), and its
-    kind."""
+VARIANTS_FILE = Path(architectures.__file__).with_name("tested_variants.json")
+"""By architecture: the small models that tests compare with transformers'. `python -m tools.models_table` writes it."""
+
+
+def described_models() -> Iterator[tuple[str, str, ModelKind, Sequence[str]]]:
+    """Every architecture, the first line of its module (which models it is, and how they differ from others), its kind,
+    and the variants of it that are tested."""
+    tested = json.loads(VARIANTS_FILE.read_text(encoding="utf-8"))
     for architecture, path in (MODELS | POOLING_MODELS).items():
         module = importlib.import_module(path.partition(":")[0])
         kind = _KINDS.get(module.__name__.split(".")[3], _DENSE)
-        yield architecture, (module.__doc__ or "").partition("\n")[0].removesuffix("."), kind
+        text = (module.__doc__ or "").partition("\n")[0].removesuffix(".")
+        yield architecture, text, kind, tested.get(architecture, ())
