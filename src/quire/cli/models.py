@@ -17,7 +17,7 @@ def run(options: argparse.Namespace) -> int:
     models = list(described_models())
     width = max(len(name) for name, *_ in models)
     for name, text, kind, variants in models:
-        about = {"architecture": name, "description": text, "kind": kind.name}
+        about: dict[str, object] = {"architecture": name, "description": text, "kind": kind.name}
         about |= {"formats": kind.formats, "share_of_limit": kind.share, "tested_variants": variants}
         print(
             json.dumps(about)
