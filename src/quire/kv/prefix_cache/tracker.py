@@ -54,7 +54,7 @@ class BlockTracker:
         self._contents: dict[int, BlockContent] = {}
         self._by_hash: list[dict[BlockHash, Place]] = [{} for _ in range(num_groups)]
         self._children: list[dict[BlockHash, dict[int, bytes]]] = [{} for _ in range(num_groups)]
-        """By group and parent, the blocks that follow it, each with its first token."""
+        """By group and parent, the blocks that follow it, each with its tokens."""
         self._beginnings: dict[tuple[str, bytes], dict[BlockHash, None]] = {}
         """Of the first blocks of group 0: salt and tokens -> roots."""
         self.touched: set[int] | None = None
@@ -96,7 +96,7 @@ class BlockTracker:
         self._contents[block_id] = content
         if self.touched is not None:
             self.touched.add(block_id)
-        self._children[content.group].setdefault(content.parent, {})[block_id] = content.tokens[:TOKEN_BYTES]
+        self._children[content.group].setdefault(content.parent, {})[block_id] = content.tokens
         if content.block_hash is not None:
             self._by_hash[content.group][content.block_hash] = Place(self._tier, block_id)
             self._change(content.depth, content.block_hash)
@@ -142,10 +142,10 @@ class BlockTracker:
         """Of the blocks that follow this prefix, the one that begins with the most of `tokens`, and their number."""
         best: tuple[int, int] | None = None
         first, children = tokens[:TOKEN_BYTES], self._children[group].get(parent, {})
-        for block_id, beginning in islice(reversed(children.items()), MAX_TAIL_CANDIDATES):
-            if beginning != first:  # as most are; other memory is not read for these
+        for block_id, others in islice(reversed(children.items()), MAX_TAIL_CANDIDATES):
+            if not others.startswith(first):  # as most do not
                 continue
-            num_tokens = _common_tokens(self._contents[block_id].tokens, tokens)
+            num_tokens = _common_tokens(others, tokens)
             if num_tokens > (best[1] if best else 0):
                 best = (block_id, num_tokens)
         return best
