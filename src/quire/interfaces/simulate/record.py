@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
 
 import numpy as np
@@ -16,7 +15,10 @@ from quire.interfaces.simulate.trace import TraceRequest
 from quire.kv.block_space_manager import BlockSpaceManager
 
 MAX_MOMENTS = 4096
-_times = partial(array, "d")
+
+
+def _times() -> array[float]:
+    return array("d")
 
 
 @dataclass(frozen=True, slots=True)
