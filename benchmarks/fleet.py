@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ def _simulate(costs: Path, trace: list[Any]) -> dict[str, float]:
     return _figures(record.first_token_s, record.num_output_tokens, simulated.now_s)
 
 
-def _figures(first_s: list[float], num_tokens: int, seconds: float) -> dict[str, float]:
+def _figures(first_s: Iterable[float], num_tokens: int, seconds: float) -> dict[str, float]:
     ordered = sorted(first_s)
     figures = {f"first_token_p{p}_s": round(ordered[-(-len(ordered) * p // 100) - 1], 4) for p in (50, 95)}
     return {"output_tokens_per_s": round(num_tokens / seconds, 2), **figures}

@@ -1,6 +1,7 @@
 """`quire simulate --engines` and `quire plan --fleet`."""
 
 import json
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -56,6 +57,26 @@ def test_the_smallest_fleet_keeps_the_limits_and_a_smaller_one_does_not(capsys, 
     assert curve[engines - 1]["excess"] > 1
     assert curve[engines]["share"] > 0.9 > curve[1]["share"]
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "other"),
+    [
+        ("model", "/models/quire-tiny", "org/other"),
+        ("dtype", "float32", "bfloat16"),
+        ("quantization", "none", "int8"),
+        ("num_threads", 2, 3),
+    ],
+)
+def test_costs_of_other_engines_are_refused(capsys, trace, costs, name, own, other):
+    planned = ["--model", "quire-tiny", "--dtype", "float32", "--num-threads", "2"]
+    lines = Path(costs).read_text().splitlines()
+    Path(costs).write_text("\n".join([json.dumps(json.loads(line) | {name: own}) for line in lines]))
+    assert plan(trace, costs, *planned) == 0
+    Path(costs).write_text("\n".join([json.dumps(json.loads(line) | {name: other}) for line in lines]))
+    assert plan(trace, costs, *planned) == 2
+    shown = "quire-tiny" if name == "model" else own
+    assert f"was measured with {name} {other}, but the engines are planned with {shown}" in capsys.readouterr().err
 
 
 def test_a_degree_of_parallelism_saves_engines(capsys, trace, costs):

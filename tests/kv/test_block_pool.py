@@ -2,11 +2,14 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire.kv.block_table import BlockTable
 from quire.kv.prefix_cache.content_hash import token_bytes
 from quire.kv.prefix_cache.evictor import LRUEvictor
 from quire.kv.prefix_cache.tracker import BlockContent
+from tests.effort import examples
 
 from .managers import make_manager, make_pool, run
 
@@ -24,6 +27,26 @@ def test_the_evictor_goes_by_age_then_depth():
         evictor.add(block_id, age, depth)
     evictor.remove(2)
     assert [evictor.evict() for _ in range(len(evictor))] == [1, 0, 4, 3, 5]
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(steps=st.lists(st.lists(st.tuples(st.sampled_from("aer"), st.integers(0, 7), st.integers(0, 3)), max_size=9)))
+def test_the_evictor_takes_the_latest_of_the_deepest_of_the_oldest(steps):
+    evictor, blocks = LRUEvictor(), []
+    for age, changes in enumerate(steps):
+        for change, block_id, depth in changes:
+            known = next((block for block in blocks if block[0] == block_id), None)
+            if change == "a" and known is None:
+                evictor.add(block_id, age, depth)
+                blocks.append((block_id, age, depth))
+            elif change == "r" and known is not None:
+                evictor.remove(block_id)
+                blocks.remove(known)
+            elif change == "e" and blocks:
+                expected = min(reversed(blocks), key=lambda block: (block[1], -block[2]))
+                assert evictor.evict() == expected[0]
+                blocks.remove(expected)
+            assert len(evictor) == len(blocks)
 
 
 # Tables

@@ -83,6 +83,11 @@ def test_engines_of_more_ranks_are_measured_or_scaled(tmp_path):
             '{"kind": "decode", "num_seqs": 1, "num_tokens": 1, "context": 0, "step_ms": 1, "model": "b"}\n',
             "several models, a, b: keep those of one",
         ),
+        (
+            '{"kind": "decode", "num_seqs": 1, "num_tokens": 1, "context": 0, "step_ms": 1, "num_threads": 2}\n'
+            '{"kind": "decode", "num_seqs": 1, "num_tokens": 1, "context": 0, "step_ms": 1, "num_threads": 1}\n',
+            "several numbers of threads, 1, 2: keep those of one",
+        ),
     ],
 )
 def test_files_that_are_no_costs_are_refused(tmp_path, text, problem):

@@ -344,6 +344,16 @@ def test_a_lane_makes_most_steps_of_an_ordinary_run(monkeypatch):
     assert sum(made) > 0.95 * (report["output_tokens"] - 60)
 
 
+def test_a_fleet_does_not_remember_what_its_engines_evict():
+    """It would not fit into memory for many engines, and the report does not need it."""
+    fleet = FleetSimulator(partial(make, num_blocks=64), 2)
+    fleet.run(mixed(60))
+    for engine in fleet.engines.values():
+        blocks = engine.simulator.blocks
+        assert blocks.stats.num_evicted_tokens > 0
+        assert not any(blocks.stats.num_missed_tokens.values())
+
+
 def test_a_run_leaves_no_cycles_of_objects_and_the_collector_as_it_was():
     """The collector is off while a fleet runs, so memory would grow with each of them."""
 

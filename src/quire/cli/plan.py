@@ -83,10 +83,16 @@ def _plan_fleet(options: argparse.Namespace) -> int:
     slo, degrees = Slo.parse(options.slo, options.percentile), _degrees(options.degrees)
     if options.plot is not None:
         check_plot_path(options.plot)
-    costs = {degree: read_costs(options.costs, degree, options.parallel_efficiency) for degree in degrees}
-
     trace = list(read_trace(options.fleet))
     plan = plan_memory(EngineArgs(**engine_kwargs(options)))
+    model = plan.config.model
+    planned = {
+        "model": model.model,
+        "dtype": model.dtype,
+        "quantization": model.quantization or "none",
+        "num_threads": plan.config.parallel.num_threads,
+    }
+    costs = {degree: read_costs(options.costs, degree, options.parallel_efficiency, planned) for degree in degrees}
 
     def make_engine(degree: int) -> Simulator:
         caching = plan.config.cache.enable_prefix_caching

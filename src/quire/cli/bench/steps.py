@@ -51,6 +51,8 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield {
             "model": config.model,
             "dtype": config.dtype,
+            "quantization": config.quantization or "none",
+            "num_threads": llm.engine.plan.config.parallel.num_threads,
             "tensor_parallel_size": degree,
             "kind": kind,
             "num_seqs": num_seqs,

@@ -174,16 +174,6 @@ class Router:
                 self._set_pace(load, load.seconds / load.tokens or None)
         route.num_got += num_tokens
 
-    def on_step(self, routes: Iterable[Route]) -> None:
-        """As `on_tokens` for requests which have all got one more token and have had some before."""
-        for route in routes:
-            if route.num_new >= 1.0:
-                route.num_new -= 1.0
-            else:
-                route.load.num_given += 1.0 - route.num_new
-                route.num_new = 0.0
-            route.num_got += 1
-
     def end(self, route: Route) -> None:
         """The request has ended, or leaves the engine."""
         self.index.settle(route.engine, route.hashes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -59,8 +60,10 @@ class DecodeLane:
         """By step, those that fill a block then, or end."""
         self.context = 0
         """Number of computed tokens of all its requests."""
-        self.num_changes = 0
-        """Grows whenever requests join or leave."""
+        self.on_join: Callable[[SequenceGroup], object] = lambda group: None
+        """Called with each request that joins."""
+        self.on_leave: Callable[[SequenceGroup], object] = lambda group: None
+        """Called with each request that leaves."""
 
     def __len__(self) -> int:
         return len(self._decodes)
@@ -125,7 +128,7 @@ class DecodeLane:
             self._due[min(step + block_size, decode.last)].append(decode)
             return False
         self._decodes.remove(decode)
-        self.num_changes += 1
+        self.on_leave(decode.group)
         self.context -= end
         self._committer.add(decode.group, seq, self._next_tokens(seq, 1)[0])
         return True
@@ -148,17 +151,18 @@ class DecodeLane:
             self._due[min(self._step + -num_tokens % block_size, last)].append(decode)
             self._expect_growth(decode)
             self.context += num_tokens - 1
-        self.num_changes += bool(fitting)
+            self.on_join(group)
 
     def leave(self) -> None:
         """Remove all requests from the lane."""
         if self._decodes:
             self.catch_up()
+            for decode in self._decodes:
+                self.on_leave(decode.group)
             self._decodes.clear()
             self._growing.clear()
             self._due.clear()
             self.context = 0
-            self.num_changes += 1
 
     def catch_up(self) -> None:
         """Give all requests the tokens that they have got."""

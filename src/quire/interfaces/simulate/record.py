@@ -1,5 +1,7 @@
 """The figures of a run that the report and the plot need."""
 
+from __future__ import annotations
+
 from array import array
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -13,6 +15,10 @@ from quire.interfaces.simulate.trace import TraceRequest
 from quire.kv.block_space_manager import BlockSpaceManager
 
 MAX_MOMENTS = 4096
+
+
+def _times() -> array[float]:
+    return array("d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +48,17 @@ class TenantFigures:
     """Tokens of prompts and outputs of finished requests."""
     num_contended_tokens: int = 0
     """Tokens computed while at least two tenants had requests waiting for their first step."""
-    first_token_s: list[float] = field(default_factory=list)
+    first_token_s: array[float] = field(default_factory=_times)
 
 
 @dataclass(slots=True)
 class Record:
     """Figures collected while a trace runs."""
 
-    first_token_s: list[float] = field(default_factory=list)
-    per_token_s: list[float] = field(default_factory=list)
-    total_s: list[float] = field(default_factory=list)
-    between_s: list[float] = field(default_factory=list)
+    first_token_s: array[float] = field(default_factory=_times)
+    per_token_s: array[float] = field(default_factory=_times)
+    total_s: array[float] = field(default_factory=_times)
+    between_s: array[float] = field(default_factory=_times)
     """As `per_token_s`, for each of `first_token_s`; 0 where there is only one token."""
     tenants: defaultdict[str, TenantFigures] = field(default_factory=lambda: defaultdict(TenantFigures))
     moments: list[Moment] = field(default_factory=list)

@@ -6,13 +6,14 @@ from collections import OrderedDict
 class LRUEvictor:
     """Evicts the least recently used block first; of blocks last used in the same step, the deepest in its sequence.
 
-    So the beginning of a prefix is kept longer than its end. Blocks are kept in buckets by step of last use and depth,
-    so that adding, removing and evicting are O(1), amortized.
+    So the beginning of a prefix is kept longer than its end. Blocks are kept in buckets by step of last use. Adding,
+    removing and evicting are O(1), except that a bucket is sorted when the first of its blocks is evicted, and again
+    only if blocks have been added since, which happens in the current step alone.
     """
 
     def __init__(self) -> None:
         self._ages: OrderedDict[int, _SameAge] = OrderedDict()  # Oldest first: steps only grow.
-        self._places: dict[int, tuple[int, int]] = {}  # block_id -> (age, depth)
+        self._places: dict[int, int] = {}  # block_id -> age
 
     def __len__(self) -> int:
         return len(self._places)
@@ -26,20 +27,20 @@ class LRUEvictor:
         if same_age is None:
             same_age = self._ages[age] = _SameAge()
         same_age.add(block_id, depth)
-        self._places[block_id] = (age, depth)
+        self._places[block_id] = age
 
     def remove(self, block_id: int) -> None:
         """Remove a block that has a holder again."""
-        age, depth = self._places.pop(block_id)
-        self._ages[age].remove(block_id, depth)
-        if not self._ages[age].num_blocks:
+        age = self._places.pop(block_id)
+        self._ages[age].remove(block_id)
+        if not self._ages[age]:
             del self._ages[age]
 
     def evict(self) -> int:
         """Remove and return the block to evict."""
         age, same_age = next(iter(self._ages.items()))
         block_id = same_age.pop_deepest()
-        if not same_age.num_blocks:
+        if not same_age:
             del self._ages[age]
         del self._places[block_id]
         return block_id
@@ -48,24 +49,26 @@ class LRUEvictor:
 class _SameAge:
     """Blocks last used in one step, by depth."""
 
-    __slots__ = ("_by_depth", "_max_depth", "num_blocks")
+    __slots__ = ("_depths", "_order")
 
     def __init__(self) -> None:
-        self._by_depth: dict[int, dict[int, None]] = {}
-        self._max_depth = 0
-        self.num_blocks = 0
+        self._depths: dict[int, int] = {}  # By block, in the order in which they were added.
+        self._order: list[int] | None = None  # The next block to evict last; those removed may be in it, too.
+
+    def __len__(self) -> int:
+        return len(self._depths)
 
     def add(self, block_id: int, depth: int) -> None:
-        self._by_depth.setdefault(depth, {})[block_id] = None
-        self._max_depth = max(self._max_depth, depth)
-        self.num_blocks += 1
+        self._depths[block_id] = depth
+        self._order = None
 
-    def remove(self, block_id: int, depth: int) -> None:
-        del self._by_depth[depth][block_id]
-        self.num_blocks -= 1
+    def remove(self, block_id: int) -> None:
+        del self._depths[block_id]
 
     def pop_deepest(self) -> int:
-        while not (deepest := self._by_depth.get(self._max_depth)):
-            self._max_depth -= 1
-        self.num_blocks -= 1
-        return deepest.popitem()[0]
+        if self._order is None:
+            self._order = sorted(self._depths, key=self._depths.__getitem__)
+        while (block_id := self._order.pop()) not in self._depths:
+            pass
+        del self._depths[block_id]
+        return block_id

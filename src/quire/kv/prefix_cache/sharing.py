@@ -86,6 +86,8 @@ class PrefixSharing:
         for source, count in (hit.num_by_source or {}).items():
             self._stats.num_block_hit_tokens[source] += count * self._block_size
         self._stats.num_tail_hit_tokens += num_tail_tokens
+        if not self._tiers.evicted.most:
+            return
         num_cached = hit.num_blocks * self._block_size + num_tail_tokens
         for reason, count in self.lookup.explain(chain, num_cached, hit.max_tokens).items():
             self._stats.num_missed_tokens[reason] += count

@@ -53,7 +53,8 @@ class BlockTracker:
         self._tier = tier
         self._contents: dict[int, BlockContent] = {}
         self._by_hash: list[dict[BlockHash, Place]] = [{} for _ in range(num_groups)]
-        self._children: list[dict[BlockHash, dict[int, None]]] = [{} for _ in range(num_groups)]
+        self._children: list[dict[BlockHash, dict[int, bytes]]] = [{} for _ in range(num_groups)]
+        """By group and parent, the blocks that follow it, each with its tokens."""
         self._beginnings: dict[tuple[str, bytes], dict[BlockHash, None]] = {}
         """Of the first blocks of group 0: salt and tokens -> roots."""
         self.touched: set[int] | None = None
@@ -95,7 +96,7 @@ class BlockTracker:
         self._contents[block_id] = content
         if self.touched is not None:
             self.touched.add(block_id)
-        self._children[content.group].setdefault(content.parent, {})[block_id] = None
+        self._children[content.group].setdefault(content.parent, {})[block_id] = content.tokens
         if content.block_hash is not None:
             self._by_hash[content.group][content.block_hash] = Place(self._tier, block_id)
             self._change(content.depth, content.block_hash)
@@ -140,9 +141,8 @@ class BlockTracker:
     def find_tail(self, group: int, parent: BlockHash, tokens: bytes) -> tuple[int, int] | None:
         """Of the blocks that follow this prefix, the one that begins with the most of `tokens`, and their number."""
         best: tuple[int, int] | None = None
-        first, contents = tokens[:TOKEN_BYTES], self._contents
-        for block_id in islice(reversed(self._children[group].get(parent, {})), MAX_TAIL_CANDIDATES):
-            others = contents[block_id].tokens
+        first, children = tokens[:TOKEN_BYTES], self._children[group].get(parent, {})
+        for block_id, others in islice(reversed(children.items()), MAX_TAIL_CANDIDATES):
             if not others.startswith(first):  # as most do not
                 continue
             num_tokens = _common_tokens(others, tokens)
@@ -173,6 +173,8 @@ class EvictedHashes:
     """Remembers the hashes of evicted content, the latest MAX_EVICTED_HASHES of them."""
 
     def __init__(self) -> None:
+        self.most = MAX_EVICTED_HASHES
+        """0: none is remembered, and misses are not explained."""
         self._hashes: OrderedDict[BlockHash, None] = OrderedDict()
 
     def __contains__(self, block_hash: BlockHash) -> bool:
@@ -180,9 +182,10 @@ class EvictedHashes:
 
     def add(self, block_hash: BlockHash) -> None:
         """Remember evicted content."""
-        self._hashes[block_hash] = None
-        if len(self._hashes) > MAX_EVICTED_HASHES:
-            self._hashes.popitem(last=False)
+        if self.most:
+            self._hashes[block_hash] = None
+            if len(self._hashes) > self.most:
+                self._hashes.popitem(last=False)
 
     def discard(self, block_hash: BlockHash) -> None:
         """Forget content that is cached again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -30,6 +30,20 @@ class StepRow(msgspec.Struct, frozen=True):
     step_ms: Annotated[float, Meta(gt=0, le=1e9)]
     tensor_parallel_size: Number = 1
     model: str | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    """`none` for weights in `dtype`."""
+    num_threads: Number | None = None
+    """Those of each rank, where the number was given."""
+
+
+_MEASURED_WITH = {
+    "model": "models",
+    "dtype": "dtypes",
+    "quantization": "quantizations",
+    "num_threads": "numbers of threads",
+}
+"""Fields of a row that are the same in all rows of a curve, with their plural."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +86,14 @@ class CostCurve:
         return max(low_s + (high_s - low_s) * (num_tokens - left) / (right - left), min(self.token_curve_s))
 
 
-def read_costs(path: Path, degree: int = 1, efficiency: float | None = None) -> CostCurve:
+def read_costs(
+    path: Path, degree: int = 1, efficiency: float | None = None, planned: Mapping[str, str | int | None] | None = None
+) -> CostCurve:
     """Return the curve of engines with this degree of tensor parallelism. Raises ConfigError.
 
     It is fitted to the rows of this degree or, given an `efficiency`, to those of degree 1, whose times are divided by
-    degree * efficiency.
+    degree * efficiency. `planned`: the model, dtype, quantization and number of threads of the engines. What a row says
+    of these, with models by the last part of their name, must be the same.
     """
     rows = _read(path)
     measured = sorted({row.tensor_parallel_size for row in rows})
@@ -89,7 +106,22 @@ def read_costs(path: Path, degree: int = 1, efficiency: float | None = None) -> 
     if efficiency is not None and not 0 < efficiency <= 1:
         raise ConfigError(f"--parallel-efficiency {efficiency:g}: must be more than 0 and at most 1")
     speedup = 1.0 if degree == 1 or efficiency is None else degree * efficiency
-    return fit([row for row in rows if row.tensor_parallel_size == wanted], speedup)
+    rows = [row for row in rows if row.tensor_parallel_size == wanted]
+    _check_engine(path, rows, planned or {})
+    return fit(rows, speedup)
+
+
+def _check_engine(path: Path, rows: Sequence[StepRow], planned: Mapping[str, str | int | None]) -> None:
+    for name, plural in _MEASURED_WITH.items():
+        found = sorted({getattr(row, name) for row in rows} - {None})
+        if len(found) > 1:
+            raise ConfigError(f"{path} has rows of several {plural}, {', '.join(map(str, found))}: keep those of one")
+        own = planned.get(name)
+        if found and own is not None and Path(str(found[0])).name != Path(str(own)).name:
+            raise ConfigError(
+                f"{path} was measured with {name} {found[0]}, but the engines are planned with {own}: measure such an "
+                "engine with quire bench steps"
+            )
 
 
 def fit(rows: Sequence[StepRow], speedup: float = 1.0) -> CostCurve:
@@ -135,7 +167,4 @@ def _read(path: Path) -> list[StepRow]:
                 raise ConfigError(f"{path}, line {number}: {error}") from error
     if not rows:
         raise ConfigError(f"{path} has no rows: write them with quire bench steps")
-    models = sorted({row.model for row in rows if row.model is not None})
-    if len(models) > 1:
-        raise ConfigError(f"{path} has rows of several models, {', '.join(models)}: keep those of one")
     return rows

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 
+from quire.engine.requests.sequence import SequenceGroup
 from quire.engine.routing.router import Route, Router
 from quire.interfaces.simulate.arrivals import Arrivals
 from quire.interfaces.simulate.fleet.events import Deaths, Scaling
+from quire.interfaces.simulate.fleet.lane_routes import LaneRoutes
 from quire.interfaces.simulate.record import Record
 from quire.interfaces.simulate.simulator import Simulator
 from quire.interfaces.simulate.trace import TraceRequest
@@ -33,16 +35,15 @@ class FleetEngine:
     simulator: Simulator
     changes: PrefixChanges
     ready_s: float
+    lane_routes: LaneRoutes
     routes: dict[str, Route] = field(default_factory=dict)
     """Of its unfinished requests, by id."""
     num_seen: dict[str, int] = field(default_factory=dict)
     """By request id, the number of tokens so far, for requests that may get several in a step."""
     ended: list[str] = field(default_factory=list)
     """The requests that have ended since the last step."""
-    decoding: list[Route] = field(default_factory=list)
-    """Of the requests in the lane of the simulator when the last step began."""
-    num_lane_changes: int = 0
-    """The lane's, for which `decoding` is right."""
+    joined: list[SequenceGroup] = field(default_factory=list)
+    """The requests that have joined the lane since the last step."""
     is_busy: bool = False
     """Whether a step runs."""
     num_tokens: int = 0
@@ -176,9 +177,6 @@ class FleetSimulator:
                 continue
             simulator.now_s = self.now_s
             step_s = simulator.begin_step()
-            if engine.num_lane_changes != simulator.lane.num_changes:
-                engine.num_lane_changes = simulator.lane.num_changes
-                engine.decoding = [engine.routes[group.request_id] for group in simulator.lane.groups]
             engine.is_busy = True
             engine.busy_s += step_s
             engine.num_tokens += simulator.num_step_tokens
@@ -189,11 +187,11 @@ class FleetSimulator:
         if self.engines.get(engine.number) is not engine:
             return
         engine.is_busy, engine.simulator.now_s = False, self.now_s
+        engine.lane_routes.on_step()
         changed = engine.simulator.end_step()
         found, gone = engine.changes.take()
         self.router.index.add(engine.number, found)
         self.router.index.discard(engine.number, gone)
-        self.router.on_step(engine.decoding)
         routes, num_seen, on_tokens = engine.routes, engine.num_seen, self.router.on_tokens
         for group in changed:
             request_id, seqs = group.request_id, group.seqs
@@ -202,6 +200,9 @@ class FleetSimulator:
                 num = sum([len(seq.output.token_ids) for seq in seqs])
                 num_new, num_seen[request_id] = num - num_seen[request_id], num
             on_tokens(routes[request_id], num_new, self.now_s)
+        for group in engine.joined:
+            engine.lane_routes.join(routes[group.request_id])
+        engine.joined.clear()
         self._end_routes(engine)
         if engine.number in self.draining and not engine.routes:
             self._remove(engine)
@@ -220,11 +221,16 @@ class FleetSimulator:
     def _ready(self, number: int) -> None:
         """A new engine takes part, with an empty cache."""
         simulator = self._make_engine()
-        engine = FleetEngine(number, simulator, simulator.blocks.share_hashes(_KEY), self.now_s)
+        self.router.add_engine(number)
+        lane_routes, changes = LaneRoutes(self.router.loads[number]), simulator.blocks.share_hashes(_KEY)
+        simulator.blocks.tiers.evicted.most = 0  # the report does not say why tokens were not found
+        routes: dict[str, Route] = {}
+        engine = FleetEngine(number, simulator, changes, self.now_s, lane_routes, routes)
         simulator.arrivals, simulator.record, simulator.on_end = self.arrivals, self.record, engine.ended.append
+        simulator.lane.on_join = engine.joined.append
+        simulator.lane.on_leave = lambda group: lane_routes.leave(routes[group.request_id])
         self._starting.discard(number)
         self.engines[number] = engine
-        self.router.add_engine(number)
         delay_s = next(self._lives.setdefault(number, self._deaths.delays_s(number)), None)
         if delay_s is not None:
             self._at(self.now_s + delay_s, lambda: self._die(number, engine))
@@ -239,9 +245,9 @@ class FleetSimulator:
             return
         self.num_deaths += 1
         self._forget(engine)
+        engine.simulator.lane.leave()
         for route in engine.routes.values():
             self.router.end(route)
-        engine.simulator.lane.leave()
         for request_id in list(engine.simulator.unfinished):
             request, group = engine.simulator.unfinished[request_id]
             prompt = group.outputs.prompt_token_ids
