@@ -102,3 +102,7 @@ def test_the_latest_evicted_hashes_are_remembered_until_they_are_cached_again(mo
     evicted.discard(b"never added")
     assert b"c" not in evicted
     assert b"b" in evicted
+    evicted.most = 0
+    evicted.discard(b"b")
+    evicted.add(b"d")
+    assert b"d" not in evicted

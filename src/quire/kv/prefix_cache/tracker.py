@@ -182,10 +182,9 @@ class EvictedHashes:
 
     def add(self, block_hash: BlockHash) -> None:
         """Remember evicted content."""
-        if self.most:
-            self._hashes[block_hash] = None
-            if len(self._hashes) > self.most:
-                self._hashes.popitem(last=False)
+        self._hashes[block_hash] = None
+        if len(self._hashes) > self.most:
+            self._hashes.popitem(last=False)
 
     def discard(self, block_hash: BlockHash) -> None:
         """Forget content that is cached again."""
