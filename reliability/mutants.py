@@ -140,6 +140,11 @@ def prepare(folder: Path, file: str) -> None:
         shutil.copy(native.origin, folder / "src" / "quire")
     source = folder / file
     source.write_text(undecorated(source.read_text(encoding="utf-8")), encoding="utf-8")
+    write_settings(folder, file)
+
+
+def write_settings(folder: Path, file: str) -> None:
+    """mutmut's settings, among them the tests that TESTS names today."""
     settings = {
         "source_paths": ["src"],
         "only_mutate": [file],
@@ -211,6 +216,7 @@ def measure(file: str, equivalent: dict[Mutant, str], keep: Path, *, again: bool
     source = undecorated((ROOT / file).read_text(encoding="utf-8"))
     if again and (folder / "mutants").exists() and (folder / file).read_text(encoding="utf-8") == source:
         shutil.copytree(ROOT / "tests", folder / "tests", dirs_exist_ok=True)
+        write_settings(folder, file)
         noticed = KILLED | TIMED_OUT
         names = [str(each["name"]) for each in report(folder, file) if each["status"] not in noticed]
         if names:
