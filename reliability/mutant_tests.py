@@ -120,8 +120,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         "engine/test_planned_drafts.py",
         "engine/test_drafts.py",
     ),
-    "engine/drafting/row_times.py": ("speculation/test_lengths.py",),
-    "engine/drafting/lengths.py": ("speculation/test_lengths.py",),
     "engine/drafting/drafters.py": ("speculation/test_drafters.py",),
     "engine/drafting/forced.py": ("engine/test_forced_drafts.py",),
     "engine/drafting/lookup.py": ("speculation/test_lookup.py",),

@@ -149,6 +149,7 @@ def test_stages_and_ranks_of_a_machine(nodes, stages, num_machines, ranks):
     config = parallel(tensor_parallel_size=4, stages=((0, 2), (2, 4), (4, 5)), nodes=nodes)
     assert config.own_stages == stages
     assert (config.num_machines, config.own_ranks) == (num_machines, ranks)
+    assert range(config.own_ranks) == range(ranks), "a whole number"
 
 
 def test_machines_are_connected_once_or_also_for_what_ranks_gather():
@@ -160,6 +161,7 @@ def test_machines_are_connected_once_or_also_for_what_ranks_gather():
     ("args", "expected"),
     [
         ((2, 1, "a:7", "secret", 2), (2, 1, "a", 7, "secret", None)),
+        ((2, 1, "X.org:7", None, 1, 2), (2, 1, "X.org", 7, None, 2)),
         ((3, 2, "a", None, 3, 2), (3, 2, "a", 29501, None, None)),
         ((2, 0, "[::1]:65535", None, 1, 4), (2, 0, "::1", 65535, None, 4)),
         ((2, 0, "a:1", None, 2, 4), (2, 0, "a", 1, None, None)),
@@ -176,6 +178,7 @@ def test_machines_are_read_from_the_arguments(args, expected):
         ((0, 0, None, None, 1), "nnodes=0, node_rank=0: must be 1 or more, and 0 to nnodes - 1"),
         ((2, 2, "a", None, 2), "nnodes=2, node_rank=2: must be 1 or more, and 0 to nnodes - 1"),
         ((2, -1, "a", None, 2), "nnodes=2, node_rank=-1: must be 1 or more, and 0 to nnodes - 1"),
+        ((2, 0, "a", None, 1), "nnodes=2: each machine has one stage"),
         ((2, 0, "a", None, 1, 1), "nnodes=2: each machine has one stage, so pipeline_parallel_size=1 must be 2, or"),
         ((2, 0, "a", None, 1, 3), "nnodes=2: .* it must be 1 and tensor_parallel_size=3 a multiple of 2"),
         ((2, 0, "a", None, 4, 2), "nnodes=2: .*pipeline_parallel_size=4 must be 2"),
@@ -198,6 +201,9 @@ def test_machines_that_do_not_fit_are_refused(args, message):
         (96, 32, 2, (64, 32)),
         (96, 32, 3, (32, 32, 32)),
         (64, 32, 3, (32, 16, 16)),
+        (65, 32, 3, (32, 32, 1)),
+        (7, 2, 4, (2, 2, 2, 1)),
+        (7, 3, 5, (2, 2, 1, 1, 1)),
     ],
 )
 def test_columns_of_each_rank(size, unit, num_ranks, sizes):
@@ -219,6 +225,7 @@ def test_fewer_columns_than_ranks_are_refused():
         ([0, 0, 9], 3, ((0, 1), (1, 2), (2, 3))),
         ([9, 0, 0], 3, ((0, 1), (1, 2), (2, 3))),
         ([3], 1, ((0, 1),)),
+        ([4, 4, 4, 4, 4, 4], 3, ((0, 2), (2, 4), (4, 6))),
     ],
 )
 def test_layers_of_each_stage(sizes, num_stages, stages):
