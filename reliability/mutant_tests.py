@@ -213,6 +213,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "server/config.py": (
         "server/test_config.py",
         "config/test_vllm_arguments.py",
+        "server/test_adapters.py::test_names_that_are_given_twice_are_refused_at_the_start",
         "server/test_chat.py::test_the_operators_template_and_its_variables",
         "server/test_chat.py::test_an_operators_template_that_is_wrong_stops_the_server",
     ),
