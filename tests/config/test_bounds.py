@@ -204,10 +204,13 @@ def test_machines_that_do_not_fit_are_refused(args, message):
         (65, 32, 3, (32, 32, 1)),
         (7, 2, 4, (2, 2, 2, 1)),
         (7, 3, 5, (2, 2, 1, 1, 1)),
+        (7, 3, 3, (3, 3, 1)),
     ],
 )
 def test_columns_of_each_rank(size, unit, num_ranks, sizes):
-    assert cut(size, unit, num_ranks) == sizes
+    found = cut(size, unit, num_ranks)
+    assert found == sizes
+    assert {type(part) for part in found} == {int}, "which can be a slice's end"
 
 
 def test_fewer_columns_than_ranks_are_refused():
