@@ -11,7 +11,7 @@ from quire.common.batch import PoolSpec
 from quire.common.lora import KnownAdapter
 from quire.common.outputs import CompletionOutput
 from quire.common.params import SamplingParams
-from quire.engine.requests.output import OutputBuilder, SampleOutput
+from quire.engine.requests.output import OutputBuilder, SampleOutput, text_of
 from quire.engine.requests.pooling import PromptPooling
 
 PARAMS = SamplingParams(stop_token_ids=[7])
@@ -119,3 +119,10 @@ def test_of_a_failed_request_the_error_and_how_each_sample_ended_is_returned() -
     assert output.outputs == [CompletionOutput(index, "", [], "abort") for index in range(2)]
     assert (output.error, output.finished, output.prompt) == ("broken", True, "text")
     assert output.lora_request == ADAPTER.request
+
+
+def test_the_text_that_tokens_would_add_is_made_without_adding_them() -> None:
+    detokenizer: Any = Letters("a")
+    assert text_of(detokenizer, [98, 99]) == "abc"
+    assert detokenizer.text == "a"
+    assert text_of(None, [98]) == ""
