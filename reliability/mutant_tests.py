@@ -25,32 +25,66 @@ COMPRESSED = ("models/test_compressed_refused.py", "models/test_compressed_tenso
 FAILURES = ("engine/test_containment.py", "engine/test_broken_engines.py")
 REQUESTS = ("server/test_bad_input.py", "server/test_answers_bad_input.py")
 
+SHARES = (
+    "parallel/test_shares.py::test_columns_are_divided_in_whole_panels_and_nearly_equal",
+    "parallel/test_shares.py::test_each_head_of_queries_is_in_one_rank_with_the_keys_that_it_reads",
+    "parallel/test_shares.py::test_stages_are_contiguous_and_about_equal_in_bytes",
+    "parallel/test_shares.py::test_stages_of_one_machine_have_cpus_of_their_own",
+    "parallel/test_shares.py::test_ranks_have_cpus_of_their_own",
+)
+DIVIDED_CACHES = (
+    "parallel/test_shares.py::test_blocks_of_all_ranks_are_those_of_one_and_the_heads_that_are_kept_twice",
+    "parallel/test_shares.py::test_a_stage_keeps_its_layers_of_each_block",
+)
+
 TESTS: dict[str, tuple[str, ...]] = {
     "common/params/": PARAMS,
     "common/params/checks.py": ("config/test_param_checks.py", "config/test_params.py"),
     "common/params/beam_search.py": ("config/test_param_checks.py",),
     "common/params/base.py": ("config/test_vllm_arguments.py",),
+    "common/params/pooling.py": ("config/test_pooling_params.py", "config/test_vllm_arguments.py"),
     "common/params/sampling.py": ("config/test_params.py", "config/test_vllm_arguments.py"),
+    "common/params/structural_tag.py": ("grammar/test_structural_tags.py", "config/test_structured_output_params.py"),
     "common/params/structured_outputs.py": ("config/test_structured_output_params.py",),
     "config/": ("config", "engine/test_memory_plan.py", "server/test_config.py"),
     "config/checkpoint/architectures.py": ("config/test_architectures.py",),
     "config/args.py": (
         "config/test_engine_args.py",
+        "config/test_lora_config.py",
+        "config/test_speculative.py",
         "config/test_cpu_list.py",
         "config/test_vllm_arguments.py",
         "models/test_bad_checkpoints.py::test_values_of_both_configs_can_be_replaced",
     ),
     "config/hf_config.py": ("config/test_hf_config.py", *CHECKPOINTS),
-    "config/kv_cache.py": ("config/test_kv_cache_layout.py", "kv/test_windows.py", "engine/test_memory_plan.py"),
-    "config/kv_layout.py": ("config/test_kv_cache_layout.py", "engine/test_memory_plan.py"),
+    "config/kv_cache.py": (
+        "config/test_kv_cache_layout.py",
+        *DIVIDED_CACHES,
+        "kv/test_windows.py",
+        "engine/test_memory_plan.py",
+    ),
+    "config/kv_layout.py": ("config/test_kv_cache_layout.py", *DIVIDED_CACHES, "engine/test_memory_plan.py"),
     "config/lora.py": ("config/test_lora_config.py",),
-    "config/machine.py": ("config/test_sizes_and_memory.py",),
+    "config/machine.py": (
+        "config/test_sizes_and_memory.py",
+        "engine/test_memory_plan.py::test_a_limit_is_never_more_than_the_machine_has",
+        "engine/test_experts_in_files.py::test_the_speed_of_a_disk_is_measured_or_assumed",
+        "engine/test_replicas.py::test_cpus_of_a_node_and_of_a_core_lie_together",
+        "engine/test_replicas.py::test_the_quota_of_control_groups_is_the_lowest",
+    ),
     "config/model.py": (
         "config/test_model_config.py",
         "config/test_engine_args.py::test_a_hub_id_is_downloaded_at_its_revision_into_the_given_folder",
         *CHECKPOINTS,
     ),
-    "config/parallel.py": ("config/test_cpu_list.py", "config/test_bounds.py"),
+    "config/parallel.py": (
+        "config/test_cpu_list.py",
+        "config/test_bounds.py",
+        "engine/test_replicas.py::test_a_number_of_engines_out_of_bounds_is_refused",
+        "parallel/test_nodes.py::test_addresses_have_a_port",
+        "parallel/test_nodes.py::test_arguments_that_do_not_fit_together_are_refused",
+        *SHARES,
+    ),
     "config/cache.py": ("config/test_bounds.py",),
     "config/quantization/__init__.py": (
         "config/test_model_config.py",
@@ -80,6 +114,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "config/speculative.py": ("config/test_speculative.py",),
     "engine/drafting/": (
         "speculation/test_drafting.py",
+        "speculation/test_chosen_drafts.py",
         "speculation/test_lengths.py",
         "speculation/test_model_drafts.py",
         "engine/test_planned_drafts.py",
@@ -103,6 +138,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "engine/requests/sequence.py": (
         "engine/test_sequence.py",
+        "engine/test_input_processor.py",
         *SCHEDULE,
         "engine/test_beam_search.py",
         "engine/test_logprobs.py",
@@ -111,15 +147,12 @@ TESTS: dict[str, tuple[str, ...]] = {
         "engine/test_unfinished_requests.py",
     ),
     "engine/requests/output.py": (
-        *SCHEDULE,
-        "engine/test_beam_search.py",
+        "engine/test_sample_outputs.py",
+        "async_llm/test_output_processor.py",
+        "engine/test_samples.py",
         "engine/test_logprobs.py",
         *IN_ENGINE,
-        "async_llm/test_output_processor.py",
-        *FAILURES,
-        "engine/test_failed_steps.py",
-        "server/test_completions.py",
-        "server/test_streams.py",
+        "engine/test_beam_search.py",
     ),
     "engine/scheduling/": SCHEDULING,
     "engine/scheduling/draft_slots.py": ("engine/test_planned_drafts.py", "engine/test_drafts.py"),
@@ -180,6 +213,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "server/config.py": (
         "server/test_config.py",
         "config/test_vllm_arguments.py",
+        "server/test_adapters.py::test_names_that_are_given_twice_are_refused_at_the_start",
         "server/test_chat.py::test_the_operators_template_and_its_variables",
         "server/test_chat.py::test_an_operators_template_that_is_wrong_stops_the_server",
     ),

@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from reliability.coverage import LONG, wanted_files
 from reliability.mutant_tests import TESTS
@@ -37,8 +38,11 @@ PROCESS = (sys.executable, "-P", str(ROOT / "reliability" / "mutation_process.py
 EQUIVALENT = ROOT / "reliability" / "equivalent_mutants.toml"
 SECTION = "mutants"
 MIN_SCORE = 0.95
+STATS = Path("mutants", "mutmut-stats.json")
+"""which of a file's tests reach which function, in the folder of its mutants"""
 MORE_FILES = ("src/quire/runner/sampling/*.py",)
 """besides those under coverage"""
+IGNORED = shutil.ignore_patterns("__pycache__", "*.so")
 UNDECORATED = ("property", "cached_property", "contextmanager", "asynccontextmanager")
 """decorators that are applied after the function in the copy, since mutmut leaves decorated functions as they are"""
 IGNORED_LINES = (r"^\s*logger\.", r"^\s*fault_point\(")
@@ -132,15 +136,28 @@ def undecorated(source: str) -> str:
 
 def prepare(folder: Path, file: str) -> None:
     """The sources, the tests and mutmut's settings, for the mutants of one file."""
-    ignore = shutil.ignore_patterns("__pycache__", "*.so")
-    shutil.copytree(ROOT / "src" / "quire", folder / "src" / "quire", ignore=ignore)
-    shutil.copytree(ROOT / "tests", folder / "tests", ignore=ignore)
-    native = importlib.util.find_spec("quire._native")
-    if native is not None and native.origin is not None:
-        shutil.copy(native.origin, folder / "src" / "quire")
+    copy_sources(folder / "src")
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=IGNORED)
     source = folder / file
     source.write_text(undecorated(source.read_text(encoding="utf-8")), encoding="utf-8")
-    settings = {
+    write_settings(folder, file)
+
+
+def copy_sources(folder: Path, *left_out: str) -> None:
+    """Copy the package, with the kernels that are installed, but not files with these names of paths in src."""
+    for path in (ROOT / "src" / "quire").rglob("*"):
+        name = str(path.relative_to(ROOT / "src"))
+        if path.is_file() and name not in left_out and not IGNORED(str(path.parent), [path.parent.name, path.name]):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, folder / name)
+    native = importlib.util.find_spec("quire._native")
+    if native is not None and native.origin is not None:
+        shutil.copy(native.origin, folder / "quire")
+
+
+def settings_of(file: str) -> dict[str, Any]:
+    """mutmut's settings, among them the tests that concern the file."""
+    return {
         "source_paths": ["src"],
         "only_mutate": [file],
         "do_not_mutate_patterns": list(IGNORED_LINES),
@@ -151,9 +168,36 @@ def prepare(folder: Path, file: str) -> None:
         "process_isolation": "forkserver",
         "use_git_change_detection": False,
     }
+
+
+def write_settings(folder: Path, file: str) -> None:
+    """Those of the project, and mutmut's."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    own = "\n".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())
+    own = "\n".join(f"{name} = {json.dumps(value)}" for name, value in settings_of(file).items())
     (folder / "pyproject.toml").write_text(f"{project}\n[tool.mutmut]\n{own}\n", encoding="utf-8")
+
+
+def is_kept(folder: Path, file: str) -> bool:
+    """Whether the folder has results of the file as it is, by some or all of the tests that concern it today."""
+    stats, source = folder / STATS, undecorated((ROOT / file).read_text(encoding="utf-8"))
+    if not stats.exists() or (folder / file).read_text(encoding="utf-8") != source:
+        return False
+    known = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mutmut"]
+    today = settings_of(file)
+    tests = "pytest_add_cli_args_test_selection"
+    return known | {tests: []} == today | {tests: []} and set(known[tests]) <= set(today[tests])
+
+
+def go_on(folder: Path, file: str) -> list[str]:
+    """Bring the kept folder up to date, and return the mutants that its tests have not noticed."""
+    for sources in (folder / "src", folder / "mutants" / "src"):
+        copy_sources(sources, file.removeprefix("src/"))
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=IGNORED, dirs_exist_ok=True)
+    write_settings(folder, file)
+    stats = json.loads((folder / STATS).read_text(encoding="utf-8"))
+    stats["config_fingerprint"] = {}  # otherwise mutmut forgets all where tests were added, which notice no fewer
+    (folder / STATS).write_text(json.dumps(stats), encoding="utf-8")
+    return [str(each["name"]) for each in report(folder, file) if each["status"] not in KILLED | TIMED_OUT]
 
 
 def run(folder: Path, file: str, *names: str) -> None:
@@ -205,15 +249,11 @@ def judge(file: str, reported: list[dict[str, object]], equivalent: dict[Mutant,
 
 
 def measure(file: str, equivalent: dict[Mutant, str], keep: Path, *, again: bool) -> Score:
-    """One file, in a folder of its own; with `again`, only what survived there before, if the file is the same."""
+    """One file, in a folder of its own; with `again`, only what survived there if it is kept."""
     began = time.monotonic()
     folder = keep / file.removeprefix("src/quire/").replace("/", ".")
-    source = undecorated((ROOT / file).read_text(encoding="utf-8"))
-    if again and (folder / "mutants").exists() and (folder / file).read_text(encoding="utf-8") == source:
-        shutil.copytree(ROOT / "tests", folder / "tests", dirs_exist_ok=True)
-        noticed = KILLED | TIMED_OUT
-        names = [str(each["name"]) for each in report(folder, file) if each["status"] not in noticed]
-        if names:
+    if again and is_kept(folder, file):
+        if names := go_on(folder, file):
             run(folder, file, *names)
     else:
         shutil.rmtree(folder, ignore_errors=True)

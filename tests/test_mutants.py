@@ -10,11 +10,14 @@ from reliability.mutants import (
     MORE_FILES,
     Mutant,
     equivalent_mutants,
+    is_kept,
     judge,
     mutated_files,
     recorded_rows,
     selected_tests,
+    settings_of,
     undecorated,
+    write_settings,
 )
 from reliability.page import record, table
 
@@ -53,6 +56,29 @@ def test_mutants_are_counted_by_what_the_tests_said_of_them() -> None:
     assert score.share == 0.5
     with pytest.raises(RuntimeError, match="could not be run, status 255"):
         judge("a.py", [reported("unknown test", 255)], {})
+
+
+def test_results_count_again_for_the_same_file_and_where_tests_were_added(tmp_path: Path) -> None:
+    file = "src/quire/config/parallel.py"
+    assert not is_kept(tmp_path, file)
+    (tmp_path / "mutants").mkdir()
+    (tmp_path / "mutants" / "mutmut-stats.json").write_text("{}")
+    copy, settings = tmp_path / file, tmp_path / "pyproject.toml"
+    copy.parent.mkdir(parents=True)
+    copy.write_text(undecorated((ROOT / file).read_text(encoding="utf-8")), encoding="utf-8")
+    write_settings(tmp_path, file)
+    assert tomllib.loads(settings.read_text(encoding="utf-8"))["tool"]["mutmut"] == settings_of(file)
+    assert is_kept(tmp_path, file)
+    written = settings.read_text(encoding="utf-8")
+    settings.write_text(written.replace('"tests/config/test_bounds.py", ', ""), encoding="utf-8")
+    assert is_kept(tmp_path, file), "the tests that were added may notice more"
+    settings.write_text(written.replace("tests/config/test_bounds.py", "tests/other.py"), encoding="utf-8")
+    assert not is_kept(tmp_path, file), "what only the other tests noticed is unknown"
+    settings.write_text(written.replace("timeout_constant = 1.0", "timeout_constant = 2.0"), encoding="utf-8")
+    assert not is_kept(tmp_path, file)
+    settings.write_text(written, encoding="utf-8")
+    copy.write_text("pass\n", encoding="utf-8")
+    assert not is_kept(tmp_path, file), "another file"
 
 
 def test_decorated_functions_mean_the_same_without_their_decorators() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.common.errors import CheckpointError
-from quire.config.hf_config import HFConfig, check_file, read_json_object
+from quire.config.hf_config import HFConfig, check_file, read_json_list, read_json_object
 
 SIZE = "an integer from 1 to 2147483647"
 NUMBER = "a finite number greater than 0"
@@ -128,3 +128,30 @@ def test_replaced_values_are_mentioned_in_errors_and_no_values_change_nothing():
     assert (dict(changed), dict(config)) == ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": "x"})
     with pytest.raises(CheckpointError, match=r"^config\.json with overrides: 'b' is 2"):
         changed.text("b")
+
+
+def test_counts_may_be_0() -> None:
+    assert [config(value).count("key") for value in (0, 1, 5)] == [0, 1, 5]
+    assert (config(None).count("key", 0), config(None).count("key", 3), config(4).count("key", 0)) == (0, 3, 4)
+    for value in (0.0, False, -1, "0"):
+        with pytest.raises(CheckpointError, match=f"^config.json: 'key' is {value!r}, but must be {SIZE}$"):
+            config(value).count("key")
+    with pytest.raises(CheckpointError, match="'key'"):
+        config(None).count("key")
+
+
+def test_a_list_is_read_from_a_file_that_its_errors_name(tmp_path: Path) -> None:
+    path = tmp_path / "modules.json"
+    path.write_text('[{"a": 1}, 2]')
+    assert read_json_list(path) == [{"a": 1}, 2]
+    path.write_text("{}")
+    with pytest.raises(CheckpointError) as refused:
+        read_json_list(path)
+    assert str(refused.value) == f"{path} holds a JSON dict, but must hold a list"
+    with path.open("wb") as file:
+        file.truncate(2**24 + 1)
+    with pytest.raises(CheckpointError, match=r"modules\.json has 16,777,217 bytes: at most 16,777,216"):
+        read_json_list(path)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"{tmp_path} has no modules.json"):
+        read_json_list(path)

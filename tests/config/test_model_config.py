@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError
+from quire.config import model as model_module
 from quire.config.checkpoint.location import is_downloadable
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig, rope_config
@@ -215,3 +216,91 @@ def test_only_an_id_of_the_hub_is_downloaded(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "someone" / "here").mkdir(parents=True)
     names = ("someone/model", "someone/here", "quire-tiny", str(tmp_path), "../up")
     assert [is_downloadable(name) for name in names] == [True, False, False, False, False]
+
+
+# What a caller chooses
+
+
+def test_how_the_model_is_run_is_kept(tmp_path: Path) -> None:
+    folder = write(tmp_path, quantization_config={"quant_method": "quire", "format": "int8", "version": 3})
+    defaults = ModelConfig.resolve(write(tmp_path / "plain"))
+    assert (defaults.model_impl, defaults.head_quantization, defaults.weights_from_file) == ("quire", None, "auto")
+    assert (defaults.runner, defaults.convert) == ("generate", "none")
+    chosen = ModelConfig.resolve(
+        folder, model_impl="quire", head_quantization="int8", weights_from_file="always", runner="pooling",
+        convert="embed",
+    )  # fmt: skip
+    assert (chosen.model_impl, chosen.head_quantization, chosen.weights_from_file) == ("quire", "int8", "always")
+    assert (chosen.runner, chosen.convert) == ("pooling", "embed")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"head_quantization": "int4"}, "head_quantization='int4'.* .allowed: int8."),
+        ({"weights_from_file": "some"}, "weights_from_file='some'.* .allowed: "),
+        ({"runner": "classify"}, "runner='classify'"),
+        (
+            {"weights_from_file": "always"},
+            "weights_from_file='always': the files of .*model do not have the matrices as the kernels read them; save "
+            "them so with `quire quantize .*model FOLDER --quantization int4`",
+        ),
+    ],
+)
+def test_wrong_choices_are_refused_by_name(tmp_path: Path, given: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        ModelConfig.resolve(write(tmp_path / "model"), **given)
+
+
+@pytest.mark.parametrize(("max_seq_length", "length"), [(None, 64), (9, 9), (99, 64)])
+def test_texts_that_are_pooled_are_as_long_as_the_model_was_trained_for(
+    tmp_path: Path, max_seq_length: int | None, length: int
+) -> None:
+    write(tmp_path)
+    if max_seq_length is not None:
+        (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": max_seq_length}))
+    assert ModelConfig.resolve(tmp_path, runner="pooling").max_model_len == length
+    assert ModelConfig.resolve(tmp_path).max_model_len == 64
+
+
+def test_a_folder_of_an_embedder_pools_without_being_asked(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "modules.json").write_text("[]")
+    assert ModelConfig.resolve(tmp_path).runner == "pooling"
+
+
+def test_only_quires_own_models_stretch_their_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    write(tmp_path, rope_scaling=rope)
+    assert ModelConfig.resolve(tmp_path).max_context_len == 128
+    monkeypatch.setattr(model_module, "implementation", lambda hf, _: ("LlamaForCausalLM", "transformers", hf))
+    assert ModelConfig.resolve(tmp_path).max_context_len == 64
+
+
+def test_of_a_gguf_file_header_and_sampling_defaults_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.gguf"
+    path.touch()
+    read = {"gguf": {}, "values": HFConfig(FIELDS, str(path)), "generation": HFConfig({"eos_token_id": 7}, str(path))}
+    header = object()
+    monkeypatch.setattr(model_module, "read_gguf", lambda given: read["gguf"].setdefault(given, header))
+    for name, key in (("hf_values", "values"), ("generation_values", "generation")):
+        monkeypatch.setattr(model_module, name, lambda given, key=key: read[key] if given is header else None)
+    config = ModelConfig.resolve(path)
+    assert read["gguf"] == {path: header}
+    assert (config.vocab_size, config.eos_token_ids) == (16, {7})
+    assert dict(config.generation_config) == {"eos_token_id": 7}
+
+
+def test_one_of_several_gguf_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    located: list[tuple[Any, ...]] = []
+
+    class Located(model_module.Location):
+        def __init__(self, *given: Any) -> None:
+            located.append(given)
+            super().__init__(*given)
+
+    monkeypatch.setattr(model_module, "Location", Located)
+    write(tmp_path)
+    with pytest.raises((CheckpointError, ConfigError)):
+        ModelConfig.resolve(tmp_path, gguf_file="a.gguf", revision="v1", download_dir="d")
+    assert located == [(str(tmp_path), "a.gguf", "v1", "d")]

@@ -69,6 +69,19 @@ def test_a_wrong_value_is_refused_and_named(name, value):
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("prediction", "x" * (2**22 + 1), "prediction='xxx.*xxx': must be at most 4,194,304 characters long"),
+        ("prediction", [0] * (2**22 + 1), "prediction has 4194305 token ids; at most 4194304 are allowed"),
+        ("extra_args", [5], r"extra_args=\[5\]: must be a dict for logits processors, or None"),
+    ],
+)
+def test_an_error_has_the_value_and_what_is_allowed(name, value, message):
+    with pytest.raises(InvalidParamsError, match=f"^{message}$"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("n", 1024), ("best_of", 1024), ("temperature", 0), ("temperature", 1e6), ("top_p", 1e-9), ("top_p", 1),

@@ -1,9 +1,15 @@
 """speculative_config: vLLM's fields, what they mean here, and what is refused."""
 
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from quire import ConfigError, EngineArgs
-from quire.config.speculative import METHODS, SpeculativeConfig
+from quire.config import speculative
+from quire.config.model import ModelConfig
+from quire.config.speculative import METHODS, SpeculativeConfig, draft_model
 
 
 def read(**given: object) -> SpeculativeConfig:
@@ -64,6 +70,7 @@ def test_fields_that_bound_what_is_tried_have_no_effect(caplog, monkeypatch) -> 
     monkeypatch.setattr("logging.Logger.propagate", True, raising=False)
     fields = {"suffix_decoding_max_spec_factor": 2.0, "suffix_decoding_min_token_prob": 0.3}
     assert read(method="suffix", suffix_decoding_max_cached_requests=9, **fields) == read(method="suffix")
+    assert read(**fields, method="suffix") == read(method="suffix"), "those behind them have"
 
 
 @pytest.mark.parametrize(
@@ -82,6 +89,8 @@ def test_fields_that_bound_what_is_tried_have_no_effect(caplog, monkeypatch) -> 
         ({"adaptive": 1}, "adaptive=1 must be of the type bool"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens=0 must be from 1 to 32"),
         ({"num_speculative_tokens": 33}, "num_speculative_tokens=33 must be from 1 to 32"),
+        *(({"method": method}, f"method='{method}' needs a model$") for method in ("draft_model", "eagle", "eagle3")),
+        ({"method": "ngram", "model": "m"}, "method='ngram' takes no model .draft_model, eagle, eagle3, mtp do.$"),
         ({"prompt_lookup_min": 0}, "prompt_lookup_min=0 must be 1 or more, and at most prompt_lookup_max=16"),
         ({"prompt_lookup_max": 0}, "prompt_lookup_min=1 must be 1 or more, and at most prompt_lookup_max=0"),
         ({"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min=4 must be 1 or more, and at most"),
@@ -99,3 +108,110 @@ def test_the_first_and_last_number_of_drafts_are_allowed() -> None:
 def test_what_is_off_has_no_drafters() -> None:
     assert [method for method, sources in METHODS.items() if not sources] == ["off"]
     assert read(method="draft_model", model="quire-draft").model == "quire-draft"
+
+
+@pytest.mark.parametrize("name", ["deepseek_mtp", "qwen3_next_mtp", "mtp"])
+def test_vllms_names_for_single_families_mean_their_kind_of_head(name: str) -> None:
+    assert read(method=name).method == "mtp"
+
+
+@pytest.mark.parametrize(
+    ("given", "max_num_seqs", "max_num_batched_tokens", "num_rows"),
+    [
+        ({}, 2, 1000, 16),
+        ({"num_speculative_tokens": 3}, 2, 1000, 6),
+        ({}, 20, 1000, 44),
+        ({}, 64, 1000, 0),
+        ({}, 70, 1000, 0),
+        ({}, 2, 10, 9),
+        ({"method": "off"}, 2, 1000, 0),
+    ],
+)
+def test_drafts_have_rows_beside_those_of_all_sequences(
+    given: dict[str, Any], max_num_seqs: int, max_num_batched_tokens: int, num_rows: int
+) -> None:
+    assert read(**given).num_rows(max_num_seqs, max_num_batched_tokens) == num_rows
+
+
+# The draft model
+
+
+@pytest.fixture
+def model() -> ModelConfig:
+    return dataclasses.replace(EngineArgs(dtype="bfloat16").resolve().model, max_model_len=50)
+
+
+class Files:
+    """Stands for the checkpoints that are looked at."""
+
+    def __init__(self, head: object = None, max_context_len: int = 99) -> None:
+        self.head, self.max_context_len = head, max_context_len
+        self.heads: list[tuple[object, ...]] = []
+        self.models: list[tuple[object, ...]] = []
+
+    def resolve_head(self, *given: object) -> object:
+        self.heads.append(given)
+        return self.head
+
+    def resolve(self, *given: object, **named: object) -> ModelConfig:
+        self.models.append((*given, named))
+        return dataclasses.replace(EngineArgs().resolve().model, max_context_len=self.max_context_len)
+
+
+def drafting_model(
+    monkeypatch: pytest.MonkeyPatch, files: Files, model: ModelConfig, has_method: bool, /, **given: object
+) -> ModelConfig | None:
+    monkeypatch.setattr(speculative, "resolve_head", files.resolve_head)
+    monkeypatch.setattr(speculative, "ModelConfig", SimpleNamespace(resolve=files.resolve))
+    return draft_model(model, read(**given), has_method)
+
+
+@pytest.mark.parametrize(("max_context_len", "expected"), [(99, 50), (20, 20)])
+def test_a_draft_model_computes_as_the_model_does_up_to_the_shorter_context(
+    model: ModelConfig, max_context_len: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Files(max_context_len=max_context_len)
+    given = {"method": "draft_model", "model": "a/b", "quantization": "int8", "revision": "v1"}
+    found = drafting_model(monkeypatch, files, model, True, **given)
+    named = {"dtype": "bfloat16", "quantization": "int8", "revision": "v1", "runner": "generate"}
+    assert files.models == [("a/b", named)]
+    assert files.heads == [], "the method says what the files are"
+    assert found is not None
+    assert found.max_model_len == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "has_method", "asked"),
+    [
+        ({"model": "a/b"}, False, "draft_model"),
+        ({"method": "eagle3", "model": "a/b"}, True, "eagle3"),
+        ({"method": "mtp"}, True, "mtp"),
+    ],
+)
+def test_files_may_be_a_heads(
+    model: ModelConfig, given: dict[str, str], has_method: bool, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Files(head=object())
+    assert drafting_model(monkeypatch, files, model, has_method, **given) is files.head
+    assert files.heads == [(model, given.get("model"), asked if has_method else None)]
+    assert files.models == []
+
+
+def test_files_that_are_no_heads_are_a_models(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = Files()
+    assert drafting_model(monkeypatch, files, model, False, model="a/b") is not None
+    assert files.heads == [(model, "a/b", None)]
+    assert len(files.models) == 1
+
+
+def test_what_only_a_draft_model_has_is_refused_of_a_head(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="quantization is for a draft model, and there is none"):
+        drafting_model(monkeypatch, Files(head=object()), model, False, model="a/b", quantization="int8")
+
+
+def test_a_model_that_generates_nothing_has_no_draft_model(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools, files = dataclasses.replace(model, runner="pooling"), Files()
+    with pytest.raises(ConfigError, match=f"^speculative_config: {model.model} generates nothing"):
+        drafting_model(monkeypatch, files, pools, True, method="mtp")
+    assert drafting_model(monkeypatch, files, pools, False) is None
+    assert files.heads == files.models == []

@@ -46,6 +46,11 @@ def test_the_largest_structures_are_taken_and_larger_ones_refused(name, value, o
         StructuredOutputsParams(**{name: one_more})
 
 
+def test_a_structural_tag_is_read_when_it_is_given():
+    with pytest.raises(InvalidParamsError, match="structural_tag"):
+        StructuredOutputsParams(structural_tag='{"type": "unknown"}')
+
+
 @pytest.mark.parametrize("structure", [{"json": {}}, {"json_object": True}])
 @pytest.mark.parametrize(
     "option",

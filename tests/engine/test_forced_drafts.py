@@ -186,6 +186,32 @@ def test_only_the_latest_places_are_remembered(monkeypatch):
         go_on(seq, "a")
         drafter.finish(None, seq)
     assert len(drafter._drawn) == 2
+    assert drafted(drafter, sequence("a" * 9, "z"), most=1) == "a", "what is known of any newest token was used last"
+    assert [place[2:] for place in drafter._drawn] == [(ord("d"),), ()]
+
+
+def test_what_follows_a_likely_token_is_what_followed_it_before():
+    drafter, seq = ForcedTokens(), sequence("a" * 9)
+    for letter in "xyzz":
+        drafted(drafter, seq)
+        go_on(seq, letter)
+    drafter.finish(None, seq)
+    assert drafted(drafter, sequence("a" * 9), most=2) == "xy"
+
+
+def test_places_where_the_grammar_allows_other_tokens_are_apart():
+    drafter, seq = ForcedTokens(), sequence("a")
+    drafted(drafter, seq)
+    go_on(seq, "x")
+    drafter.finish(None, seq)
+    assert drafted(drafter, sequence("a")) == "x"
+    assert drafted(drafter, sequence("0")) == ""
+
+
+def test_it_goes_no_further_than_the_number_of_drafts_that_is_wanted():
+    drafter, seq = ForcedTokens(), sequence("faaa")
+    assert drafted(drafter, seq, most=1) == "f"
+    assert seq.drafting.walk.places == [()]
 
 
 @pytest.mark.parametrize("adaptive", [True, False])

@@ -192,6 +192,17 @@ def test_an_adapter_belongs_to_the_request_and_to_the_key_of_its_blocks(inputs):
     assert (plain.adapter, plain.content_key, plain.outputs.lora_request) == (None, ContentKey("", "salt"), None)
 
 
+def test_the_callers_own_functions_are_named_in_the_draws_and_live_as_long_as_the_request(inputs):
+    functions = [lambda output, logits: logits, lambda prompt, output, logits: logits]
+    params = SamplingParams(logits_processors=functions, detokenize=False)
+    group = new_group(inputs, inputs.request("a", [5], params, 0.0), 3)
+    assert [each.processor for each in group.processors] == functions
+    (draw,) = group.seqs[0].draws
+    assert draw.processors == tuple([each.name for each in group.processors])
+    plain = new_group(inputs, inputs.request("b", [5], SamplingParams(detokenize=False), 0.0), 4)
+    assert (plain.processors, plain.seqs[0].draws[0].processors) == ((), ())
+
+
 @pytest.mark.parametrize("prediction", ["ab", [97, 98]])
 def test_a_prediction_is_the_tokens_of_its_text(inputs, prediction):
     params = SamplingParams(prediction=prediction, detokenize=False)
@@ -233,6 +244,8 @@ def test_a_request_for_a_vector_has_all_that_its_prompt_and_params_say():
     assert (group.adapter, group.content_key) == (ADAPTER, ContentKey("digest", "salt"))
     assert outputs.lora_request == ADAPTER.request
     assert (seq.draws, seq.is_whole, seq.pooling) == ((), True, outputs.pooling)
+    assert seq.output is request.sample
+    assert (request.sample.params, group.prediction) == (outputs.params, None)
     assert (seq.pooling.spec.task, seq.pooling.num_tokens, seq.pooling.token_type_ids) == ("embed", 2, (0, 1))
 
 

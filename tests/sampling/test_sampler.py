@@ -241,6 +241,28 @@ class TestProcessors:
         assert output == [6, 7]
         assert (masked == -torch.inf).nonzero().flatten().tolist() == [*range(20), 25]
 
+    def test_they_see_the_prompt_too_if_they_have_a_parameter_for_it(self):
+        seen = []
+
+        def first(prompt, output, logits):
+            seen.append((prompt, output))
+            return logits
+
+        draw = replace(GREEDY, processors=named(first))
+        assert not Sampler(CPU).sample(torch.zeros(1, VOCAB), [sequence(draw, [4, 5], [6])]).errors
+        assert seen == [([4, 5], [6])]
+
+    def test_a_function_without_a_signature_gets_output_and_logits(self):
+        class Hidden:
+            __signature__ = "none"
+
+            def __call__(self, *given):
+                return given
+
+        assert NamedProcessor(Hidden())([4, 5], [6], "logits") == ([6], "logits")
+        assert NamedProcessor(lambda output, logits: (output, logits))([4], [6], "logits") == ([6], "logits")
+        assert NamedProcessor(lambda *given, one=1: given)([4], [6], "logits") == ([6], "logits")
+
     def test_they_cannot_allow_what_the_grammar_forbids(self):
         draw = replace(GREEDY, processors=named(lambda _, x: torch.zeros_like(x)))
         assert Sampler(CPU).sample(torch.zeros(1, VOCAB), [sequence(draw, [1], mask=Mask([9]))]).token_ids == (9,)

@@ -59,6 +59,9 @@ def test_what_is_printed_can_be_read_back_and_holds_no_key(tmp_path):
     )
     text = describe_args(args, spec)
     assert "hunter2" not in text
+    admin = describe_args(ServerArgs(admin_key=("swordfish",)))
+    assert "swordfish" not in admin
+    assert yaml.safe_load(admin) == {"admin_key": "(1 not shown)"}
     assert yaml.safe_load(text) == {
         "port": 9000, "api_key": "(1 not shown)", "max_num_seqs": 3, "log_requests": False, "allowed_hosts": ["a", "b"],
     }  # fmt: skip
@@ -258,8 +261,13 @@ def test_a_model_given_twice_must_be_the_same():
         merge_args(None, {"model": "b"}, ["a"])
 
 
+def test_the_format_of_a_templates_content_is_one_of_three():
+    with pytest.raises(ConfigError, match=r"^chat_template_content_format='open', did you mean 'openai'"):
+        ServerArgs(chat_template_content_format="open")
+
+
 def test_the_memory_of_all_models_is_a_size():
-    with pytest.raises(ConfigError, match="model_memory='much'"):
+    with pytest.raises(ConfigError, match=r"^model_memory='much'"):
         ServerArgs(model_memory="much")
     with pytest.raises(ConfigError, match="model_keep_alive_s=-1"):
         ServerArgs(model_keep_alive_s=-1.0)

@@ -22,6 +22,7 @@ def test_drafts_are_verified_while_they_make_tokens_cheaper() -> None:
 
     assert best_lengths([[0.9] * 8], 1.0, seconds, 8) == [6]
     assert best_lengths([[0.25] * 8], 1.0, seconds, 8) == [0]
+    assert best_lengths([[0.5]], 1.0, lambda n: 1.0 + 0.5 * n, 8) == [0], "where they change nothing, none"
     assert best_lengths([[0.25] * 8, [0.9]], 2.0, seconds, 8) == [0, 1]
 
 
@@ -55,6 +56,8 @@ def test_the_least_odds_are_what_a_row_costs() -> None:
     assert least_odds(8, 8, lambda n: 8.0 + n) == pytest.approx(1.0)
     assert least_odds(8, 8, lambda n: 1.0 if n != 1 else 1.5) == 0.0, "eight rows cost nothing"
     assert least_odds(2, 2, lambda n: 1.0 - 0.01 * n) == 0.0
+    assert least_odds(4, 4, lambda n: 1.0 + 0.01 * n**2) == pytest.approx(0.04), "one alone"
+    assert least_odds(4, 4, lambda n: 1.0 + 0.1 * n**0.5) == pytest.approx(0.2), "four together"
 
 
 def test_odds_that_say_too_little_are_corrected_too() -> None:
@@ -111,6 +114,40 @@ def test_times_between_and_beyond_those_that_are_known_lie_on_lines() -> None:
     assert times.shape(6) == pytest.approx(2.0 + 2 * 0.05 * 2.0 / 1.15)
 
 
+def test_times_of_fewer_rows_and_of_many_more_follow_those_that_are_known() -> None:
+    times = RowTimes()
+    times._rows, times._shape = [4, 8, 16], [2.0, 4.0, 6.0]
+    assert times.shape(2) == pytest.approx(2.0 * 1.05 / 1.15)
+    assert times.shape(28) == pytest.approx(10.0), "by the line from the fewest to the most"
+
+
+def test_the_first_observations_of_a_number_of_rows_count_more_than_later_ones() -> None:
+    times = RowTimes()
+    for rows, seconds in ((1, 1.0), (2, 1.05), (1, 1.3)):
+        times.observe(rows, seconds)
+    assert (times.shape(1), times.pace) == pytest.approx((1.0 + 0.3 / 3, 1.06))
+    times.observe(2, 1.05 * 1.06 * 1.3)
+    times.observe(1, 1.1 * times.pace * 1.3)
+    assert times.shape(1) == pytest.approx(1.1 * (1.0 + 0.3 / 4))
+
+
+def test_the_pace_is_that_of_the_first_step_whatever_its_rows() -> None:
+    times = RowTimes()
+    times.observe(11, 0.03)
+    assert (times.pace, times.shape(11)) == pytest.approx((0.02, 1.5))
+
+
+def test_a_number_of_rows_is_forgotten_after_128_steps_without_it() -> None:
+    """That is looked at every 128 steps."""
+    times = RowTimes()
+    for step in range(1, 256):
+        times.observe({128: 6, 129: 9}.get(step, 1), 1.0)
+    assert times._rows == [1, 6, 9]
+    times.observe(1, 1.0)
+    assert times._rows == [1, 9]
+    assert [len(column) for column in times._columns] == [2] * 4
+
+
 def learned(seconds, steps: list[int]) -> RowTimes:
     times = RowTimes()
     for rows in steps:
@@ -157,6 +194,13 @@ def test_what_says_nothing_is_not_learned(rows: int, seconds: float) -> None:
     times = RowTimes()
     times.observe(rows, seconds)
     assert times.shape(4) == RowTimes().shape(4)
+    assert times.pace == 0
+
+
+def test_the_most_rows_of_a_step_are_learned_too() -> None:
+    times = RowTimes()
+    times.observe(1024, 1.0)
+    assert times.pace > 0
 
 
 def test_numbers_of_drafts_that_are_chosen_have_gaps_that_grow() -> None:

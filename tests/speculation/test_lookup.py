@@ -117,6 +117,7 @@ def test_outputs_are_kept_apart_by_scope() -> None:
     recent.add("b", np.array([3], np.int32))
     recent.add("a", np.array([4], np.int32))
     assert [text_of(recent, scope) for scope in "abc"] == [[END, 1, 2, END, 4], [END, 3], None]
+    assert [recent.of(scope).dtype for scope in "ab"] == [np.int32] * 2
 
 
 def test_the_scopes_that_were_used_longest_ago_are_forgotten() -> None:

@@ -107,12 +107,14 @@ def test_the_number_of_drafts_follows_their_cost() -> None:
     assert best_rate(0.9, [1.0, 1.01, 1.02, 1.03])[1] == 3
     assert best_rate(0.5, [1.0, 1.3, 1.6, 1.9]) == (pytest.approx(1.5 / 1.3), 1)
     assert best_rate(0.1, [1.0, 1.3, 1.6, 1.9]) == (1.0, 0)
+    assert best_rate(0.5, [1.0, 1.5]) == (1.0, 0), "of equals the fewest"
 
 
 def test_a_draft_is_worth_its_time_where_those_behind_it_cost_little() -> None:
     assert draft_odds(2.0, [1.0, 1.1, 1.2]) == pytest.approx((0.2, 0.2))
     assert draft_odds(2.0, [1.0, 1.3, 1.3, 1.1, 1.4]) == pytest.approx((0.2 / 3,) * 3 + (0.6,))
     assert draft_odds(1.0, [1.0, 0.9]) == (0.0,)
+    assert draft_odds(2.0, [1.0, 1.1, 1.3, 1.6, 1.95]) == pytest.approx((0.2, 0.4, 0.6, 0.7)), "each costs more"
 
 
 # What is planned
