@@ -201,7 +201,7 @@ def test_the_layer_that_predicts_further_tokens_is_not_read(deepseek: Any) -> No
         ({"qk_rope_head_dim": 7}, CheckpointError, "even number of dimensions, not 7"),
         ({"kv_lora_rank": 32}, CheckpointError, r"kv_a_layernorm.weight \[24\] instead of \[32\]"),
         ({"v_head_dim": None}, CheckpointError, "has no 'v_head_dim'"),
-        ({"n_group": 3}, CheckpointError, "experts in equal groups"),
+        ({"n_group": 3}, CheckpointError, "2 of 3 groups of 8 experts: groups must have the same size"),
     ],
 )
 def test_configs_that_cannot_be_run_are_refused(changes: Any, error: Any, message: str, deepseek: Any) -> None:
