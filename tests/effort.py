@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 
 CLIENTS = Path(__file__).parent / "clients"
 _ALL, _QUICK, _LEAST = 100, 25, 10
-_MANY, _SHARE = 8, 4
+_MANY, _SHARE = 6, 4
 """Of a test with more than _MANY cases, one in _SHARE runs, but not fewer than _MANY, where all tests are run."""
 
 

@@ -61,6 +61,7 @@ def test_kernels_reach_a_share_of_the_limit(rows: Rows, monkeypatch: pytest.Monk
 
 
 @needs_native
+@pytest.mark.slow
 def test_attention_decodes_every_context_and_prefills_the_short_ones(
     rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:

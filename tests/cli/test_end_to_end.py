@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from quire import EngineArgs
 from tests.models.adapters import make_tensors, tiny_sizes, write_adapter
 
@@ -41,6 +43,7 @@ def test_chat_remembers_the_conversation() -> None:
     assert " 0 of" not in figures, "the first turn is found in the prefix cache"
 
 
+@pytest.mark.slow
 def test_generate_uses_an_adapter(tmp_path: Path) -> None:
     sizes = tiny_sizes(EngineArgs().resolve().model)
     folder = write_adapter(tmp_path / "adapter", make_tensors(sizes, 2), r=2, lora_alpha=2)

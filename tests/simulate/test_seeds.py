@@ -46,6 +46,7 @@ def tiny_limits(rng):
     }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, CHUNK))
 def test_no_schedule_changes_an_output(first):
     preemptions = 0

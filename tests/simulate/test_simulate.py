@@ -23,6 +23,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape.values())))
 def test_every_schedule_gives_the_same_outputs(shape):
     options = {"num_requests": 40, "requests_per_s": 20.0, **shape}
