@@ -1,5 +1,6 @@
 """How speed grows with threads, up to twice as many as the machine has, and what a parallel region costs."""
 
+import os
 import statistics
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def scaling(run: Run) -> Iterator[Row]:
 
 
 def _region_us(count: int) -> float:
-    environment = {**Quire(Path()).variables()}
+    environment = os.environ | Quire(Path()).variables()
     command = [sys.executable, "-c", _REGIONS, str(count)]
     return float(subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=ROOT, env=environment).stdout)
 

@@ -173,7 +173,7 @@ class Target:
         return self._noted(Reply(int(status[1]) if status else 0, {}, body, time.monotonic() - start_s))
 
     def stream(self, on_token: Any = lambda gap_s: None) -> list[int]:
-        """The canary's tokens. What is attacked with its key may fill the queue, so it may be told to wait."""
+        """The canary's tokens. Requests beside it have the same key and may fill the queue: then it waits."""
         deadline_s = time.monotonic() + LIMIT_S
         while (token_ids := self._stream(on_token)) is None:
             assert time.monotonic() < deadline_s, "the queue stays full"
