@@ -11,6 +11,7 @@
 #include "quantized/tiles/grouped.h"
 #if defined(QUIRE_AMX)
 #include "quantized/tiles/amx.h"
+#include "quantized/tiles/amx_groups.h"
 #endif
 
 namespace quire::QUIRE_ISA {
@@ -21,13 +22,14 @@ constexpr float kQuantizedZero = 1e-30f;
 // Rows of x that are kept quantized at once: enough that reading the weights anew for the next ones costs nothing.
 constexpr int64_t kMostQuantizedRows = 512;
 
-// The largest magnitude of a row; NaN if an element is not finite.
+// The largest magnitude of some elements; infinity if one is not finite.
 template <typename T>
-static float largest_of(const T* row, int64_t k) {
-  f32 largest[2] = {}, poison[2] = {};  // two chains of operations, which overlap
+QUIRE_INLINE float largest_of(const T* row, int64_t k) {
+  const i32 infinity = i32{} + 0x7f800000;
+  f32 largest[2] = {};  // two chains of operations, which overlap
   const auto see = [&](int chain, f32 v) __attribute__((always_inline)) {
-    largest[chain] = max(abs(v), largest[chain]);
-    poison[chain] = fma(v, set1(0), poison[chain]);
+    const i32 bits = as_int(abs(v));  // those of NaN are above those of infinity
+    largest[chain] = max(as_float(bits < infinity ? bits : infinity), largest[chain]);
   };
   int64_t i = 0;
   for (; i + 2 * W <= k; i += 2 * W) {
@@ -35,7 +37,7 @@ static float largest_of(const T* row, int64_t k) {
     see(1, load(row + i + W));
   }
   for (; i < k; i += W) see(0, load_some(row + i, smaller(W, k - i)));
-  return reduce_max(max(largest[0], largest[1])) + reduce_add(poison[0] + poison[1]);
+  return reduce_max(max(largest[0], largest[1]));
 }
 
 // What the sum of a group's products begins with: minus its values, whose sum is `total`, times what the format or the
@@ -51,44 +53,66 @@ QUIRE_INLINE int32_t lack_of([[maybe_unused]] f32 values, int32_t total, const Q
   return -total * (zero - ByteSums::kZero);
 }
 
+// Groups that are quantized together: so their divisions take a few operations.
+constexpr int64_t kGroupsAtOnce = 16;
+
+// The values, lack and sum of a group; `inverse` is 0 where all values are.
+template <typename T>
+QUIRE_INLINE void round_group(const T* from, int64_t count, int64_t size, float scale, float inverse,
+                              const QuantizedRow& layout, int64_t group, char* row) {
+  XValue* values = reinterpret_cast<XValue*>(row) + group * size;
+  const f32 factor = set1(inverse), shifter = set1(12582912.0f);  // 1.5 * 2^23: rounds
+  f32 sums_of[2] = {};                                            // exact: below 2^24
+  const auto round = [&](int chain, int64_t i, f32 v) __attribute__((always_inline)) {
+    const f32 rounded = v * factor + shifter;
+    sums_of[chain] = sums_of[chain] + (rounded - shifter);
+    store_values(values + i, as_int(rounded) - as_int(shifter));
+  };
+  const bool is_zero = inverse == 0;
+  int64_t i = 0;
+  for (; i + 2 * W <= count && !is_zero; i += 2 * W) {
+    round(0, i, load(from + i));
+    round(1, i + W, load(from + i + W));
+  }
+  for (; i < size; i += W) {
+    round(0, i, i < count && !is_zero ? load_some(from + i, smaller(W, count - i)) : set1(0));
+  }
+  const float total = reduce_add(sums_of[0] + sums_of[1]);
+  reinterpret_cast<float*>(row + layout.scales_at)[group] = scale;
+  reinterpret_cast<int32_t*>(row + layout.lacks_at)[group] = lack_of(sums_of[0] + sums_of[1], int32_t(total), layout);
+  if (layout.has_mins) reinterpret_cast<float*>(row + layout.sums_at)[group] = total * scale;
+}
+
 // A value is x * (127 / largest) to the nearest (even) integer, the scale largest / 127. A group that holds something
-// not finite has the scale NaN.
+// not finite has the scale NaN, and zeros as values.
 template <typename T>
 static void quantize_row(const T* x, const int32_t* order, const QuantizedRow& layout, char* row) {
-  XValue* values = reinterpret_cast<XValue*>(row);
-  float* scales = reinterpret_cast<float*>(row + layout.scales_at);
-  int32_t* lacks = reinterpret_cast<int32_t*>(row + layout.lacks_at);
-  float* sums = reinterpret_cast<float*>(row + layout.sums_at);
-  for (int64_t group = 0; group < layout.groups; ++group, values += layout.group) {
-    const T* from = x + group * layout.group;
-    const int64_t count = smaller(layout.group, layout.k - group * layout.group);
-    T picked[32];
-    if (order != nullptr) {
-      for (int64_t i = 0; i < count; ++i) picked[i] = x[order[group * layout.group + i]];
-      from = picked;
+  constexpr int64_t kBlock = QuantizedShape::kBlock;
+  T picked[kGroupsAtOnce * kBlock];
+  alignas(64) float largest[kGroupsAtOnce] = {}, scales[kGroupsAtOnce], inverses[kGroupsAtOnce];
+  for (int64_t first = 0; first < layout.groups; first += kGroupsAtOnce) {
+    const int64_t begin = first * layout.group, num_groups = smaller(kGroupsAtOnce, layout.groups - first);
+    const int64_t num_values = smaller(num_groups * layout.group, layout.k - begin);
+    for (int64_t i = 0; order != nullptr && i < num_values; ++i) picked[i] = x[order[begin + i]];
+    const T* from = order != nullptr ? picked : x + begin;
+    const auto count = [&](int64_t g) { return smaller(layout.group, num_values - g * layout.group); };
+    for (int64_t g = 0; g < num_groups; ++g) {
+      const T* values = from + g * layout.group;
+      largest[g] = count(g) == kBlock ? largest_of(values, kBlock) : largest_of(values, count(g));
     }
-    const float largest = largest_of(from, count);
-    const bool is_zero = !(largest > kQuantizedZero);  // or has no largest value
-    const float scale = largest / 127;
-    const f32 inverse = set1(is_zero ? 0 : 127 / largest), shifter = set1(12582912.0f);  // 1.5 * 2^23: rounds
-    f32 sums_of[2] = {};                                                                 // exact: below 2^24
-    const auto round = [&](int chain, int64_t i, f32 v) __attribute__((always_inline)) {
-      const f32 rounded = v * inverse + shifter;
-      sums_of[chain] = sums_of[chain] + (rounded - shifter);
-      store_values(values + i, as_int(rounded) - as_int(shifter));
-    };
-    int64_t i = 0;
-    for (; i + 2 * W <= count && !is_zero; i += 2 * W) {
-      round(0, i, load(from + i));
-      round(1, i + W, load(from + i + W));
+    for (int64_t g = 0; g < num_groups; g += W) {
+      const f32 most = load(largest + g) + (load(largest + g) - load(largest + g));  // NaN instead of infinity
+      store(scales + g, most / 127);
+      store(inverses + g, as_float(as_int(127 / most) & (i32)(most > kQuantizedZero)));
     }
-    for (; i < layout.group; i += W) {
-      round(0, i, i < count && !is_zero ? load_some(from + i, smaller(W, count - i)) : set1(0));
+    for (int64_t g = 0; g < num_groups; ++g) {
+      const T* values = from + g * layout.group;
+      if (layout.group == kBlock && count(g) == kBlock) {
+        round_group(values, kBlock, kBlock, scales[g], inverses[g], layout, first + g, row);
+      } else {
+        round_group(values, count(g), layout.group, scales[g], inverses[g], layout, first + g, row);
+      }
     }
-    const float total = reduce_add(sums_of[0] + sums_of[1]);
-    scales[group] = scale;
-    lacks[group] = lack_of(sums_of[0] + sums_of[1], int32_t(total), layout);
-    if (layout.has_mins) sums[group] = total * scale;
   }
 }
 
@@ -164,11 +188,12 @@ struct Requests {
 // Adds the products of a task's rows and a piece of a panel to their sums. The tiles of one block of rows ask for all,
 // or each tile for its share.
 static void multiply_piece(const char* rows, int64_t num_rows, const PanelReader& reader, const QuantizedRow& layout,
-                           bool is_plain, bool are_shared, WeightPiece& piece, float* sums) {
+                           bool is_plain, bool are_shared, WeightPiece& piece, const PanelOut& out, float* sums) {
   const TileShape& shape = shape_of(layout);
   const int64_t row_blocks = ceil_div(num_rows, shape.rows), ahead = piece.ahead;
   for (int64_t block = 0; block < row_blocks; ++block) {
     const int64_t row = block * num_rows / row_blocks, height = (block + 1) * num_rows / row_blocks - row;
+    out.expect(row, height, piece.first + piece.groups == layout.groups);
     for_tiles(shape, height, 1, [&](int64_t vector, int64_t width) {
       if (are_shared) {
         const int64_t passes = kVectorsPerPanel / width;  // of a block
@@ -184,8 +209,8 @@ static void multiply_piece(const char* rows, int64_t num_rows, const PanelReader
 }
 
 // The sums of a task's rows and one panel. Pieces of the panel are unpacked once for all of them.
-static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader& reader, const QuantizedRow& layout,
-                           const char* panel, float* sums) {
+static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int64_t num_rows, const PanelReader& reader,
+                           const QuantizedRow& layout, const char* panel, const PanelOut& out, float* sums) {
   alignas(64) char bytes[kPieceK * kPanelColumns];
   alignas(64) float scales[kPieceGroups * kPanelColumns], mins[kPieceGroups * kPanelColumns];
   alignas(64) float minuses[kTaskRows * kPanelColumns];
@@ -213,6 +238,16 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
     }
     const int64_t begin_block = first * layout.group / QuantizedShape::kBlock;
     const int64_t end_block = ceil_div(end * layout.group, QuantizedShape::kBlock);
+#if defined(QUIRE_AMX)
+    if (has_groups_on_tiles(reader.shape, num_rows)) {
+      read_signed(reader, panel, begin_block, end_block, bytes);
+      const WeightPiece piece = {bytes, stored_scales, scales, mins, nullptr, first, end - first, Ask::kNot, 0, 0, 1};
+      const char* next = panel + reader.integers_at + end_block * reader.shape.block_bytes();
+      multiply_groups(tiles, rows, num_rows, layout, piece, next, piece_bytes, out, sums);
+      if (layout.has_mins) add_mins(rows, num_rows, layout, piece, minuses);
+      continue;
+    }
+#endif
     const char* stored = panel + reader.integers_at;
     const char* units = is_unpacked ? reader.unpack(panel, begin_block, end_block, bytes)
                                     : stored + begin_block * reader.shape.block_bytes();
@@ -229,7 +264,7 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
                          behind - units + requests.ahead,
                          0,
                          1};
-    multiply_piece(rows, num_rows, reader, layout, is_plain || is_unpacked, requests.are_shared, piece, sums);
+    multiply_piece(rows, num_rows, reader, layout, is_plain || is_unpacked, requests.are_shared, piece, out, sums);
     if (layout.has_mins) add_mins(rows, num_rows, layout, piece, minuses);
   }
   if (layout.has_mins) {
@@ -268,10 +303,13 @@ static void run_quantized_task(const PanelReader& reader, const QuantizedRow& la
 #endif
   alignas(64) float sums[kTaskRows * kPanelColumns];
   const int64_t panel_bytes = reader.shape.panel_bytes();
+  Tiles tiles;
   for (int64_t panel = task.panel; panel < task.panel + task.panels; ++panel) {
-    multiply_panel(rows, task.rows, reader, layout, weight + panel * panel_bytes, sums);
-    finish(to, first + task.row, task.rows, panel * kPanelColumns, sums, kPanelColumns, kPanelColumns);
+    const PanelOut out = {to, first + task.row, panel * kPanelColumns};
+    multiply_panel(tiles, rows, task.rows, reader, layout, weight + panel * panel_bytes, out, sums);
+    finish(to, out.row, task.rows, out.column, sums, kPanelColumns, kPanelColumns);
   }
+  tiles.release();
 }
 
 template <typename T>

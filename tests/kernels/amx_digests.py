@@ -7,6 +7,9 @@ import torch
 from quire import kernels
 from quire.kernels.backends import choose_cpu_backend, register_backend
 from tests.kernels.test_matmul import randn
+from tests.kernels.test_quantized_formats import random_blocks
+
+FORMATS = ("int8", "int4")
 
 
 def main() -> None:
@@ -14,9 +17,10 @@ def main() -> None:
     register_backend("cpu", choose_cpu_backend("amx"))
     for n, k in ((33, 7), (96, 160), (64, 2051)):
         weight = randn(n, k, seed=n).bfloat16()
-        for matrix in (kernels.pack_weight(weight), kernels.quantize_weight(weight, "int8")):
+        narrow = kernels.pack_blocks(random_blocks("q6_k", n, 2), 512, torch.bfloat16, "q6_k")
+        for matrix in (kernels.pack_weight(weight), *(kernels.quantize_weight(weight, f) for f in FORMATS), narrow):
             for rows in (1, 16, 37, 200):
-                x = randn(rows, k, seed=rows).bfloat16()
+                x = randn(rows, matrix.k, seed=rows).bfloat16()
                 _show(f"{matrix.nbytes} x {rows}", kernels.matmul(x, matrix, None, torch.float32))
     for head_dim, query_len in ((64, 1), (64, 40), (32, 300), (128, 33)):
         keys = randn(30, 2, head_dim // 2, 16, 2, seed=head_dim).bfloat16()

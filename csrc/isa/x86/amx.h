@@ -33,6 +33,8 @@ constexpr int64_t kAmxRowBytes = 64;  // of a row of a tile
 constexpr int64_t kAmxUnits = 16;     // units of four bytes in a row: what a product of tiles adds up at once
 constexpr int64_t kAmxMostRows = 32;  // of x in two tiles
 
+struct SignedBytes;  // times signed bytes
+
 struct alignas(64) AmxConfig {
   uint8_t palette, start_row, reserved[14];
   uint16_t row_bytes[16];
@@ -49,6 +51,16 @@ QUIRE_INLINE AmxConfig amx_config(int64_t rows) {
   for (int tile = 0; tile < 8; ++tile) {
     config.row_bytes[tile] = kAmxRowBytes;
     config.rows[tile] = tile >= 6 ? uint8_t(kAmxUnits) : tile == 2 || tile == 3 || tile == 5 ? second : first;
+  }
+  return config;
+}
+
+// For up to kAmxRows rows of x and groups of 16 or 32 of its values: sums in tiles 0 and 1, rows in 4 and 5.
+QUIRE_INLINE AmxConfig amx_config_of_groups(int64_t rows, int64_t group) {
+  AmxConfig config = amx_config(rows);
+  for (int tile = 0; tile < 8; ++tile) {
+    config.rows[tile] = tile >= 6 ? uint8_t(group / 4) : uint8_t(rows);
+    if (tile == 4 || tile == 5) config.row_bytes[tile] = uint16_t(group);
   }
   return config;
 }
@@ -85,6 +97,10 @@ QUIRE_INLINE void multiply_tiles(const bf16*) {
 template <int kSums, int kRows, int kUnits>
 QUIRE_INLINE void multiply_tiles(const int8_t*) {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kRows), "i"(kUnits));
+}
+template <int kSums, int kRows, int kUnits>
+QUIRE_INLINE void multiply_tiles(const SignedBytes*) {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kRows), "i"(kUnits));
 }
 
 #else
@@ -165,19 +181,27 @@ static void multiply_tiles(const bf16* type) {
   }
 }
 
-template <int kSums, int kRows, int kUnits>
-static void multiply_tiles(const int8_t*) {
+template <int kSums, int kRows, int kUnits, typename Weight>
+static void multiply_bytes() {
   EmulatedTile &sums = emulated_tiles[kSums], &rows = emulated_tiles[kRows], &units = emulated_tiles[kUnits];
   for (int64_t r = 0; r < sums.rows; ++r) {
     for (int64_t column = 0; column < sums.row_bytes / 4; ++column) {
       int32_t sum;
       std::memcpy(&sum, sums.data[r] + 4 * column, 4);
       for (int64_t i = 0; i < rows.row_bytes; ++i) {
-        sum += int32_t(int8_t(rows.data[r][i])) * int32_t(uint8_t(units.data[i / 4][4 * column + i % 4]));
+        sum += int32_t(int8_t(rows.data[r][i])) * int32_t(Weight(units.data[i / 4][4 * column + i % 4]));
       }
       std::memcpy(sums.data[r] + 4 * column, &sum, 4);
     }
   }
+}
+template <int kSums, int kRows, int kUnits>
+static void multiply_tiles(const int8_t*) {
+  multiply_bytes<kSums, kRows, kUnits, uint8_t>();
+}
+template <int kSums, int kRows, int kUnits>
+static void multiply_tiles(const SignedBytes*) {
+  multiply_bytes<kSums, kRows, kUnits, int8_t>();
 }
 
 #endif
@@ -190,6 +214,12 @@ class Tiles {
   QUIRE_MEMBER void configure(int64_t rows) {
     if (rows == rows_) return;
     load_config(amx_config(rows));
+    rows_ = rows;
+  }
+  // The same for groups; tiles serve either these or whole rows.
+  QUIRE_MEMBER void configure_groups(int64_t rows, int64_t group) {
+    if (rows == rows_) return;
+    load_config(amx_config_of_groups(rows, group));
     rows_ = rows;
   }
 

@@ -140,7 +140,7 @@ static bool quantize_panel(const T* rows, int64_t stride, int64_t num_rows, cons
   bool is_finite = true;
   for (int64_t j = 0; j < num_rows; ++j) {
     largest[j] = largest_of(rows + j * stride, shape.k);
-    is_finite = is_finite && largest[j] == largest[j];
+    is_finite = is_finite && largest[j] - largest[j] == 0;
   }
   if constexpr (kBits == 8) {
     quantize_bytes(rows, stride, num_rows, largest, shape, panel);

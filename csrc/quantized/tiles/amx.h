@@ -1,5 +1,4 @@
-// Products on tiles (isa/x86/amx.h) of weights of 8 bits whose groups are all of k. Smaller groups would spend more
-// time on the scales of their sums than tiles save.
+// Products on tiles (isa/x86/amx.h) of weights of 8 bits whose groups are all of k (smaller ones: amx_groups.h).
 #pragma once
 
 #include "matmul/tiles/amx.h"

@@ -73,6 +73,17 @@ struct WeightPiece {
   }
 };
 
+// Where the sums of a task's rows and a panel go: the first row and column there.
+struct PanelOut {
+  const ProductOut& to;
+  int64_t row, column;
+
+  // Asks for the lines of some of the task's rows, which will be written to once they are multiplied by the last piece.
+  QUIRE_MEMBER void expect(int64_t first, int64_t rows, bool is_last) const {
+    if (is_last) expect_out(to, row + first, rows, column);
+  }
+};
+
 // kHalves: the units of plain halves of bytes, as they lie in a panel (PanelReader::has_plain_halves).
 template <bool kHalves>
 struct QuantizedTile {

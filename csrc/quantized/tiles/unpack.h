@@ -173,20 +173,29 @@ struct PanelReader {
 
   // The units of blocks [begin, end) of fewer than 8 bits with a byte for each integer -> piece.
   QUIRE_MEMBER const char* unpack(const char* panel, int64_t begin, int64_t end, char* piece) const {
+    read_units(panel, begin, end, [](i32 v) __attribute__((always_inline)) { return v; }, piece);
+    return piece;
+  }
+
+  // value(units) of the units of blocks [begin, end) with a byte for each integer -> piece.
+  template <typename Value>
+  QUIRE_MEMBER void read_units(const char* panel, int64_t begin, int64_t end, const Value& value, char* piece) const {
     const char* units = panel + integers_at + begin * shape.block_bytes();
-    const auto same = [](i32 v) __attribute__((always_inline)) { return v; };
     if (shape.format.table != nullptr) {
       const ByteTable table(shape.format.table);
-      const auto look_up = [&](i32 v) __attribute__((always_inline)) { return table.look_up(v); };
+      const auto look_up = [&](i32 v) __attribute__((always_inline)) { return value(table.look_up(v)); };
       unpack_blocks<4>(units, end - begin, look_up, piece);
     } else if (shape.format.bits == 4) {
-      unpack_blocks<4>(units, end - begin, same, piece);
+      unpack_blocks<4>(units, end - begin, value, piece);
     } else if (shape.format.bits == 5) {
-      unpack_blocks<5>(units, end - begin, same, piece);
+      unpack_blocks<5>(units, end - begin, value, piece);
+    } else if (shape.format.bits == 6) {
+      unpack_blocks<6>(units, end - begin, value, piece);
     } else {
-      unpack_blocks<6>(units, end - begin, same, piece);
+      for (int64_t i = 0; i < (end - begin) * shape.block_bytes(); i += W * kUnitBytes) {
+        store_lanes(piece + i, value(load_lanes(units + i)));
+      }
     }
-    return piece;
   }
 
   // What lies above the lower four bits of row `row` of the units of 8 bits, in its place.
