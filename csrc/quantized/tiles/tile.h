@@ -82,6 +82,13 @@ struct PanelOut {
   QUIRE_MEMBER void expect(int64_t first, int64_t rows, bool is_last) const {
     if (is_last) expect_out(to, row + first, rows, column);
   }
+
+  QUIRE_MEMBER int64_t stride() const {
+    return to.stride * int64_t(to.dtype == kFloat32 ? sizeof(float) : sizeof(bf16));
+  }
+  QUIRE_MEMBER char* line(int64_t first) const {
+    return static_cast<char*>(to.out) + (row + first) * stride() + column * (stride() / to.stride);
+  }
 };
 
 // kHalves: the units of plain halves of bytes, as they lie in a panel (PanelReader::has_plain_halves).
