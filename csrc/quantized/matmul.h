@@ -158,9 +158,6 @@ QUIRE_INLINE const TileShape& shape_of(const QuantizedRow& layout) {
 // Whether each of several passes through a piece of a panel asks for its share of the next piece, which then comes
 // while all rows are multiplied.
 static bool shares_requests(const PanelReader& reader, const QuantizedRow& layout, int64_t rows) {
-#if defined(QUIRE_AMX)
-  if (is_multiplied_on_tiles(reader.shape, rows)) return false;  // those tasks ask for what they need
-#endif
   const int64_t blocks = ceil_div(rows, shape_of(layout).rows);
   if (blocks == 1 || !reader.is_plain()) return false;
   if (kAsksNear) return blocks <= kSharingBlocks && has_large_nearest_cache();
@@ -240,10 +237,10 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
     const int64_t end_block = ceil_div(end * layout.group, QuantizedShape::kBlock);
 #if defined(QUIRE_AMX)
     if (has_groups_on_tiles(reader.shape, num_rows)) {
-      read_signed(reader, panel, begin_block, end_block, bytes);
-      const WeightPiece piece = {bytes, stored_scales, scales, mins, nullptr, first, end - first, Ask::kNot, 0, 0, 1};
-      const char* next = panel + reader.integers_at + end_block * reader.shape.block_bytes();
-      multiply_groups(tiles, rows, num_rows, layout, piece, next, piece_bytes, out, sums);
+      const GroupPiece groups(reader, panel, begin_block, end_block, num_rows, bytes);
+      const WeightPiece piece = {groups.units, stored_scales, scales, mins, nullptr, first,
+                                 end - first,  Ask::kNot,     0,      0,    1};
+      multiply_groups(tiles, rows, num_rows, layout, piece, groups, out, sums);
       if (layout.has_mins) add_mins(rows, num_rows, layout, piece, minuses);
       continue;
     }

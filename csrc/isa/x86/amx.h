@@ -55,7 +55,7 @@ QUIRE_INLINE AmxConfig amx_config(int64_t rows) {
   return config;
 }
 
-// For up to kAmxRows rows of x and groups of 16 or 32 of its values: sums in tiles 0 and 1, rows in 4 and 5.
+// For up to kAmxRows rows of x and groups of 16 or 32 of its values: sums in tiles 0 to 3, rows in 4 and 5.
 QUIRE_INLINE AmxConfig amx_config_of_groups(int64_t rows, int64_t group) {
   AmxConfig config = amx_config(rows);
   for (int tile = 0; tile < 8; ++tile) {

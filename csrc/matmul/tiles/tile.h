@@ -87,8 +87,11 @@ constexpr int64_t kBytesAhead = 6144;  // of weights, in all panels of a tile to
 enum class Ask { kNot, kNext, kNearest };
 
 // Few rows are read as fast as the processor's own prefetchers go, and not faster with more requests, or only with
-// requests into the nearest cache.
-#if defined(__AVX512BF16__)
+// requests into the nearest cache. Processors with AMX, which are Intel's, want requests into the second-level cache.
+#if defined(QUIRE_AMX)
+constexpr bool kAsksNear = false;
+constexpr int kUnfetchedRows = 0, kUnfetchedNearRows = 0;
+#elif defined(__AVX512BF16__)
 constexpr bool kAsksNear = true;
 constexpr int kUnfetchedRows = 4, kUnfetchedNearRows = 2;
 #elif defined(QUIRE_SIMD_AVX2)

@@ -2,166 +2,183 @@
 // while the next group is multiplied.
 #pragma once
 
+#include <type_traits>
+
 #include "isa/x86/amx.h"
-#include "quantized/tiles/amx.h"
 #include "quantized/tiles/tile.h"
 #include "quantized/tiles/unpack.h"
 
 namespace quire::QUIRE_ISA {
 
-// Fewer rows are multiplied in as little time without tiles, and have the same bits: the less the shorter groups are.
-constexpr int64_t kFewestTileValues = 512;
+// Fewer rows are multiplied in as little time without tiles, and have the same bits. Integers of fewer than 8 bits are
+// unpacked first, and smaller groups leave their tiles more often: as many values of x make up for both.
+constexpr int64_t kFewestByteRows = 3, kFewestTileValues = 512;
+// From this many rows on, bytes too are made signed first, as each row then takes less time.
+constexpr int64_t kFewestSignedRows = 40;
+constexpr int64_t kBytesAheadOfTiles = 8192;  // of a panel
 
 QUIRE_INLINE bool has_groups_on_tiles(const QuantizedShape& shape, int64_t rows) {
-  const bool is_signed = shape.format.bits < 8 || shape.format.zero == 128;  // less their zero, integers fit a byte
-  return is_signed && shape.format.group <= QuantizedShape::kBlock && rows * shape.format.group >= kFewestTileValues;
+  if (shape.format.group > QuantizedShape::kBlock) return false;
+  return shape.format.bits == 8 ? rows >= kFewestByteRows : rows * shape.format.group >= kFewestTileValues;
 }
 
-// What the tiles multiply by, of blocks [begin, end) of a panel: integers less the format's zero, in signed bytes.
-static void read_signed(const PanelReader& reader, const char* panel, int64_t begin, int64_t end, char* piece) {
-  const __m512i zeros = _mm512_set1_epi8(char(reader.shape.format.zero));
-  const auto less = [&](i32 v) __attribute__((always_inline)) { return (i32)_mm512_sub_epi8((__m512i)v, zeros); };
-  reader.read_units(panel, begin, end, less, piece);
-}
+// What tiles multiply by of blocks [begin, end) of a panel, for `rows` rows of x: bytes as they are stored, or integers
+// less the format's zero in signed bytes, which are written to `to`. And what is read soon.
+struct GroupPiece {
+  bool is_signed;
+  const char *units, *next;
+  int64_t bytes;
 
-// What is asked for while rows are multiplied: lines that are read next, and those that sums will be written to.
+  QUIRE_MEMBER GroupPiece(const PanelReader& reader, const char* panel, int64_t begin, int64_t end, int64_t rows,
+                          char* to) {
+    const QuantizedFormat& format = reader.shape.format;
+    const char* stored = panel + reader.integers_at + begin * reader.shape.block_bytes();
+    bytes = (end - begin) * reader.shape.block_bytes();
+    is_signed = format.bits < 8 || (format.zero == 128 && rows >= kFewestSignedRows);
+    units = is_signed ? to : stored;
+    next = stored + (is_signed ? bytes : smaller(bytes, kBytesAheadOfTiles));
+    if (!is_signed) return;
+    const __m512i zeros = _mm512_set1_epi8(char(format.zero));
+    const auto less = [&](i32 v) __attribute__((always_inline)) { return (i32)_mm512_sub_epi8((__m512i)v, zeros); };
+    reader.read_units(panel, begin, end, less, to);
+  }
+};
+
+// What is asked for with each group that is multiplied: lines that are read soon, and a line that sums will go to.
 struct GroupRequests {
   const char *next, *end;
-  int64_t lines;  // of `next`, with each group
-  char* out;      // null: is not written yet
+  int64_t lines;
+  const char* out;  // null: no sums are complete yet
   int64_t out_stride;
 };
 
-// Blocks of R rows of x times a piece, one vector of columns after the other. While the sums of a group are scaled,
-// those of the next one leave their tile, and the one after that is multiplied: each would wait for the one before.
-template <int kGroup, int R>
+// R rows of x times a piece, with a template for each R, as sums are kept in registers. While the sums of a group are
+// scaled, those of the next one leave their tiles, and the one after that is multiplied: each would wait for the one
+// before.
+template <int kGroup, bool kIsSigned, int R>
 struct GroupedSums {
   static constexpr int64_t kGroupBytes = kGroup / kUnitBytes * kUnitRowBytes, kVectors = kPanelColumns / W;
   static constexpr int64_t kTileBytes = kAmxRows * kAmxRowBytes;
-
-  // The next group to be multiplied.
-  struct Cursor {
-    const char *row, *first_units, *x, *units;
-    int64_t stride, groups, index = 0, vector = 0;
-
-    QUIRE_MEMBER Cursor(const char* rows, const QuantizedRow& layout, const WeightPiece& piece)
-        : row(rows + piece.first * kGroup),
-          first_units(piece.units),
-          x(row),
-          units(first_units),
-          stride(layout.bytes),
-          groups(piece.groups) {}
-
-    QUIRE_MEMBER void advance() {
-      x += kGroup;
-      units += kGroupBytes;
-      if (++index < groups) return;
-      index = 0;
-      vector = (vector + 1) % kVectors;
-      if (vector == 0) row += R * stride;
-      x = row;
-      units = first_units + vector * kAmxRowBytes;
-    }
-  };
+  static_assert(kVectors == 2);
+  using Bytes = std::conditional_t<kIsSigned, SignedBytes, int8_t>;
 
   template <int kTile>
-  QUIRE_INLINE void multiply(Cursor& at) {
+  QUIRE_INLINE void multiply_vector(const char* units) {
     clear_tile<kTile>();
-    load_tile<4 + kTile>(at.x, at.stride);
-    load_tile<6 + kTile>(at.units, kUnitRowBytes);
-    multiply_tiles<kTile, 4 + kTile, 6 + kTile>(static_cast<const SignedBytes*>(nullptr));
-    at.advance();
+    load_tile<6 + kTile % 2>(units + kTile % 2 * kAmxRowBytes, kUnitRowBytes);
+    multiply_tiles<kTile, 4 + kTile / 2, 6 + kTile % 2>(static_cast<const Bytes*>(nullptr));
   }
+
+  // Of a group that has tiles 0 and 1 (kTurn 0) or 2 and 3.
+  template <int kTurn>
+  QUIRE_INLINE void multiply(const char* x, int64_t x_stride, const char* units) {
+    load_tile<4 + kTurn>(x, x_stride);
+    multiply_vector<2 * kTurn>(units);
+    multiply_vector<2 * kTurn + 1>(units);
+  }
+
+  template <int kTurn>
+  QUIRE_INLINE void leave(char* products) {
+    store_tile<2 * kTurn>(products + 2 * kTurn * kTileBytes, kAmxRowBytes);
+    store_tile<2 * kTurn + 1>(products + (2 * kTurn + 1) * kTileBytes, kAmxRowBytes);
+  }
+
+  // What is scaled: a group's scales, and of the first row of x its scale and lack.
+  struct Group {
+    f32 scale[kVectors];
+    const char *x_scale, *lack, *products;
+  };
 
   // sum += products, scaled, of rows [kFirst, kEnd).
   template <int kFirst, int kEnd>
-  QUIRE_INLINE void scale_rows(const char* x_scales, int64_t stride, const char* products, f32 scale, f32 (&sum)[R]) {
+  QUIRE_INLINE void scale_rows(const Group& group, int64_t stride, f32 (&sum)[R][kVectors]) {
     QUIRE_UNROLL
     for (int r = kFirst; r < kEnd; ++r) {
-      const f32 x_scale = set1(*reinterpret_cast<const float*>(x_scales + r * stride));
-      const i32 total = load_lanes(products + r * kAmxRowBytes);
-      sum[r] = sum[r] + __builtin_convertvector(total, f32) * (x_scale * scale);
+      const f32 x_scale = set1(*reinterpret_cast<const float*>(group.x_scale + r * stride));
+      const i32 lack = kIsSigned ? i32{} : set1_lane(group.lack + r * stride);
+      QUIRE_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        const i32 total = load_lanes(group.products + v * kTileBytes + r * kAmxRowBytes) + lack;
+        sum[r][v] = sum[r][v] + __builtin_convertvector(total, f32) * (x_scale * group.scale[v]);
+      }
     }
   }
 
-  // Scales a group whose products tile kTile had. `left`: groups after it.
-  template <int kTile>
-  QUIRE_INLINE void step(Cursor& at, int64_t left, const char* x_scales, f32 scale, char* products, f32 (&sum)[R]) {
-    const int64_t stride = at.stride;
-    scale_rows<0, R / 4>(x_scales, stride, products + kTile * kTileBytes, scale, sum);
-    if (left > 0) store_tile<1 - kTile>(products + (1 - kTile) * kTileBytes, kAmxRowBytes);
-    scale_rows<R / 4, R / 2>(x_scales, stride, products + kTile * kTileBytes, scale, sum);
-    if (left > 1) multiply<kTile>(at);
-    scale_rows<R / 2, R>(x_scales, stride, products + kTile * kTileBytes, scale, sum);
-  }
-
-  static void run(const char* rows, int64_t blocks, const QuantizedRow& layout, const WeightPiece& given,
-                  GroupRequests requests, float* sums) {
+  static void run(const char* rows, const QuantizedRow& layout, const WeightPiece& given, GroupRequests requests,
+                  float* sums) {
     const WeightPiece piece = given;
-    alignas(64) char products[2 * kTileBytes];
-    Cursor at(rows, layout, piece);
-    int64_t left = blocks * kVectors * piece.groups;
-    multiply<0>(at);
-    store_tile<0>(products, kAmxRowBytes);
-    if (left > 1) multiply<1>(at);
-    const char* x_scales = rows + layout.scales_at + piece.first * int64_t(sizeof(float));
-    bool is_odd = false;
-    for (; blocks > 0; --blocks, x_scales += R * layout.bytes, sums += R * kPanelColumns) {
-      int64_t asked_row = 0;
-      for (int64_t column = 0; column < kPanelColumns; column += W) {
-        f32 sum[R];
-        QUIRE_UNROLL
-        for (int r = 0; r < R; ++r) sum[r] = piece.first == 0 ? set1(0) : load(sums + r * kPanelColumns + column);
-        for (int64_t index = 0; index < piece.groups; ++index, is_odd = !is_odd) {
-          if (requests.out != nullptr && asked_row < R) {
-            __builtin_prefetch(requests.out + asked_row++ * requests.out_stride, 1, 2);
-          }
-          for (int64_t i = 0; i < requests.lines && requests.next < requests.end; ++i, requests.next += 64) {
-            ask_for<1>(Ask::kNext, requests.next);
-          }
-          const char* x_scale = x_scales + index * int64_t(sizeof(float));
-          const f32 scale = piece.scale(index, column);
-          --left;
-          if (is_odd) {
-            step<1>(at, left, x_scale, scale, products, sum);
-          } else {
-            step<0>(at, left, x_scale, scale, products, sum);
-          }
-        }
-        QUIRE_UNROLL
-        for (int r = 0; r < R; ++r) store(sums + r * kPanelColumns + column, sum[r]);
+    const char *x = rows + piece.first * kGroup, *units = piece.units;
+    const int64_t stride = layout.bytes;
+    alignas(64) char products[2 * kVectors * kTileBytes];
+    f32 sum[R][kVectors];
+    QUIRE_UNROLL
+    for (int r = 0; r < R; ++r) {
+      QUIRE_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        sum[r][v] = piece.first == 0 ? set1(0) : load(sums + r * kPanelColumns + v * W);
       }
-      requests.out += R * requests.out_stride;
+    }
+    multiply<0>(x, stride, units);
+    leave<0>(products);
+    if (piece.groups > 1) multiply<1>(x + kGroup, stride, units + kGroupBytes);
+    const auto step = [&]<int kTurn>(int64_t index) __attribute__((always_inline)) {
+      if (requests.out != nullptr && index < R) __builtin_prefetch(requests.out + index * requests.out_stride, 1, 2);
+      for (int64_t i = 0; i < requests.lines && requests.next < requests.end; ++i, requests.next += 64) {
+        ask_for<1>(Ask::kNext, requests.next);
+      }
+      const int64_t number = (piece.first + index) * int64_t(sizeof(float));
+      const Group group = {{piece.scale(index, 0), piece.scale(index, W)},
+                           rows + layout.scales_at + number,
+                           rows + layout.lacks_at + number,
+                           products + kTurn * kVectors * kTileBytes};
+      scale_rows<0, R / 4>(group, stride, sum);
+      if (index + 1 < piece.groups) leave<1 - kTurn>(products);
+      scale_rows<R / 4, R / 2>(group, stride, sum);
+      if (index + 2 < piece.groups) {
+        multiply<kTurn>(x + (index + 2) * kGroup, stride, units + (index + 2) * kGroupBytes);
+      }
+      scale_rows<R / 2, R>(group, stride, sum);
+    };
+    for (int64_t index = 0; index < piece.groups; index += 2) {
+      step.template operator()<0>(index);
+      if (index + 1 < piece.groups) step.template operator()<1>(index + 1);
+    }
+    QUIRE_UNROLL
+    for (int r = 0; r < R; ++r) {
+      QUIRE_UNROLL
+      for (int v = 0; v < kVectors; ++v) store(sums + r * kPanelColumns + v * W, sum[r][v]);
     }
   }
 };
 
-using RunGroups = void(const char*, int64_t, const QuantizedRow&, const WeightPiece&, GroupRequests, float*);
+using RunGroups = void(const char*, const QuantizedRow&, const WeightPiece&, GroupRequests, float*);
+constexpr int kMostGroupRows = 14;  // whose sums fit the registers
 
-template <int kGroup, int R = 1>
+template <int kGroup, bool kIsSigned, int R = 1>
 static RunGroups* grouped_sums(int64_t rows) {
-  if constexpr (R < int(kAmxRows)) {
-    if (rows > R) return grouped_sums<kGroup, R + 1>(rows);
+  if constexpr (R < kMostGroupRows) {
+    if (rows > R) return grouped_sums<kGroup, kIsSigned, R + 1>(rows);
   }
-  return &GroupedSums<kGroup, R>::run;
+  return &GroupedSums<kGroup, kIsSigned, R>::run;
 }
 
-// Adds the products of a task's rows and a piece of a panel, as read_signed gives it, to their sums. Meanwhile the
-// `next_bytes` from `next` on come near, which are read next, and after the last piece the lines that sums go to.
+// Adds the products of a task's rows and a piece of a panel to their sums.
 static void multiply_groups(Tiles& tiles, const char* rows, int64_t num_rows, const QuantizedRow& layout,
-                            const WeightPiece& piece, const char* next, int64_t next_bytes, const PanelOut& out,
-                            float* sums) {
-  const int64_t steps = ceil_div(num_rows, kAmxRows) * (kPanelColumns / W) * piece.groups;
+                            const WeightPiece& piece, const GroupPiece& groups, const PanelOut& out, float* sums) {
   const bool is_last = piece.first + piece.groups == layout.groups;
-  GroupRequests requests = {next, next + next_bytes, ceil_div(next_bytes, 64 * steps), nullptr, out.stride()};
-  for (int64_t row = 0; row < num_rows;) {
-    const int64_t left = num_rows - row, height = smaller(left, kAmxRows), blocks = left / height;
+  int64_t blocks = ceil_div(num_rows, kMostGroupRows);
+  GroupRequests requests = {groups.next, groups.next + groups.bytes, ceil_div(groups.bytes, 64 * piece.groups * blocks),
+                            nullptr, out.stride()};
+  for (int64_t row = 0; row < num_rows; --blocks) {
+    const int64_t height = ceil_div(num_rows - row, blocks);
     if (is_last) requests.out = out.line(row);
     tiles.configure_groups(height, layout.group);
-    RunGroups* const run = layout.group == 16 ? grouped_sums<16>(height) : grouped_sums<32>(height);
-    run(rows + row * layout.bytes, blocks, layout, piece, requests, sums + row * kPanelColumns);
-    row += blocks * height;
-    requests.lines = 0;
+    RunGroups* const run = !groups.is_signed    ? grouped_sums<32, false>(height)
+                           : layout.group == 32 ? grouped_sums<32, true>(height)
+                                                : grouped_sums<16, true>(height);
+    run(rows + row * layout.bytes, layout, piece, requests, sums + row * kPanelColumns);
+    requests.next += requests.lines * piece.groups * 64;
+    row += height;
   }
 }
 
