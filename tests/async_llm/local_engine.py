@@ -15,7 +15,6 @@ from quire.engine.process.messages import AddAny, AddMany, Ready, ToClient, ToEn
 from quire.interfaces.async_llm.starting import Started
 from quire.interfaces.async_llm.supervisor import Supervisor
 
-
 _MAX_UNREAD = 4
 
 
