@@ -45,12 +45,14 @@ def test_every_program_has_its_section_of_the_page() -> None:
 
 @pytest.mark.slow
 def test_a_short_soak_leaves_nothing() -> None:
-    done = soak("--fault-probability", "0.001")
-    row = json.loads(done.stdout)
-    assert (done.returncode, row["wrong"]) == (0, []), done.stderr
-    assert row["done"]["canary whole"] >= 2
-    assert row["num_requests"] > 20
-    assert row["num_failed_steps"] + row["num_failed_requests"] > 0
+    for minutes in ("0.1", "0.5", "2"):  # longer where a busy machine did too little
+        done = soak("--fault-probability", "0.001", "--minutes", minutes)
+        row = json.loads(done.stdout)
+        assert (done.returncode, row["wrong"]) == (0, []), done.stderr
+        num_failed = row["num_failed_steps"] + row["num_failed_requests"]
+        if row["done"].get("canary whole", 0) >= 2 and row["num_requests"] > 20 and num_failed > 0:
+            return
+    pytest.fail(f"nothing was tried in two minutes: {row}")
 
 
 @pytest.mark.slow
