@@ -224,6 +224,16 @@ async def load(served: Served, seconds: float, options: argparse.Namespace, tall
     )
 
 
+async def first_grammars(port: int, tally: Tally) -> None:
+    """Compile grammars side by side, so that all processes that try them have started, however short the warm-up."""
+
+    async def ask(length: int) -> None:
+        body = {"prompt": "a", "max_tokens": 2, "guided_regex": f"[g-z]{{{length}}}"}
+        tally.add("grammar", await post(port, _PLACES[0], json.dumps(body).encode()), left=False)
+
+    await asyncio.gather(*map(ask, range(1, 7)))
+
+
 def holdings(served: Served, settle_s: float) -> dict[str, Resources]:
     """Return the resources of both processes when they are idle. Raises RuntimeError if they do not become idle."""
     if not served.wait_until_idle(settle_s):
@@ -282,6 +292,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         run: Callable[..., None] = uvloop.run
         seconds = options.minutes * 60
         warm_up_s = min(120.0, seconds / 3)
+        run(first_grammars(served.port, tally))
         run(load(served, warm_up_s, options, tally, options.seed))
         before = holdings(served, options.settle_s)
         run(load(served, seconds - warm_up_s, options, tally, options.seed + 1))

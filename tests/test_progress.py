@@ -21,6 +21,7 @@ from quire.common import progress
 from quire.common.params import StructuredOutputsParams
 from quire.config.model import ModelConfig
 from quire.models.weights.loader import load_model
+from quire.text.grammar import compiler
 from tests.scripted_engine import scripted_llm
 from tests.terminal import Written, reading, standard_error
 
@@ -95,7 +96,8 @@ def test_a_bar_appears_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch, at_o
     assert ("/4.00k [" in written.text) is is_terminal
 
 
-def test_work_that_is_done_within_a_second_shows_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_is_done_before_the_delay_shows_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "DELAY_S", 3600)
     with (
         standard_error(monkeypatch, is_terminal=True) as written,
         progress.progress("counting", 2, "line") as advance,
@@ -356,10 +358,11 @@ def test_a_batch_file_shows_its_lines(tmp_path: Path, is_terminal: bool) -> None
 
 
 def test_a_bar_says_that_grammars_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the real queue of grammars, whose compilation takes some time."""
+    """With the real queue of grammars, whose compilation waits for it."""
     monkeypatch.setattr(progress, "_COMPILING_S", 0)
     llm = LLM("quire-draft", max_model_len=128, kv_cache_memory="4MiB")
     params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex="[ab]{3}"))
     with standard_error(monkeypatch, is_terminal=True) as written:
+        monkeypatch.setattr(compiler, "fault_point", lambda point: written.wait_for("compiling 2 grammars"))
         llm.generate(["a", "b"], params)
     assert "compiling 2 grammars" in written.text

@@ -45,12 +45,14 @@ def test_every_program_has_its_section_of_the_page() -> None:
 
 @pytest.mark.slow
 def test_a_short_soak_leaves_nothing() -> None:
-    done = soak("--fault-probability", "0.001")
-    row = json.loads(done.stdout)
-    assert (done.returncode, row["wrong"]) == (0, []), done.stderr
-    assert row["done"]["canary whole"] >= 2
-    assert row["num_requests"] > 20
-    assert row["num_failed_steps"] + row["num_failed_requests"] > 0
+    for minutes in ("0.1", "0.5", "2"):  # longer where a busy machine did too little
+        done = soak("--fault-probability", "0.001", "--minutes", minutes)
+        row = json.loads(done.stdout)
+        assert (done.returncode, row["wrong"]) == (0, []), done.stderr
+        num_failed = row["num_failed_steps"] + row["num_failed_requests"]
+        if row["done"].get("canary whole", 0) >= 2 and row["num_requests"] > 20 and num_failed > 0:
+            return
+    pytest.fail(f"nothing was tried in two minutes: {row}")
 
 
 @pytest.mark.slow
@@ -93,16 +95,20 @@ def test_an_answer_that_was_cut_off_must_be_the_beginning_of_the_right_one(
 
 @pytest.mark.slow
 def test_ten_times_the_rate_refuses_and_does_not_break() -> None:
-    short = ["--seconds", "1", "--rounds", "1", "--seqs", "2", "--output-len", "32"]
-    command = [sys.executable, "-m", "reliability.overload", *short]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
-    assert done.returncode in (0, 1), done.stderr  # how fast it is depends on what else this machine does now
-    row = json.loads(done.stdout)
-    assert row["met"]["polite_refused"], row
-    assert {load["other"] for load in row["loads"]} == {0}
-    loads = {load["load"]: load for load in row["loads"]}
-    assert loads["10 times the rate"]["refused (429)"] > 0
-    assert loads["the flood"]["admitted"] > 0
+    short = ["--rounds", "1", "--seqs", "2", "--output-len", "32"]
+    for seconds in ("1", "4", "16"):  # longer where a busy machine did too little
+        command = [sys.executable, "-m", "reliability.overload", *short, "--seconds", seconds]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
+        assert done.returncode in (0, 1), done.stderr  # how fast it is depends on what else this machine does now
+        if not done.stdout:  # no stream has ended, so that there is nothing to compare
+            continue
+        row = json.loads(done.stdout)
+        assert row["met"]["polite_refused"], row
+        assert {load["other"] for load in row["loads"]} == {0}
+        loads = {load["load"]: load for load in row["loads"]}
+        if loads["10 times the rate"]["refused (429)"] > 0 and loads["the flood"]["admitted"] > 0:
+            return
+    pytest.fail(f"nothing was refused, or all: {done.stdout}{done.stderr}")
 
 
 def test_tokens_that_come_late_together_are_all_counted() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from quire import AsyncLLM, BeamSearchParams, EngineArgs, EngineStats, RequestOutput, SamplingParams
 from quire.common.outputs import RequestMetrics
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 class Record:

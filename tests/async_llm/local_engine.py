@@ -15,6 +15,8 @@ from quire.engine.process.messages import AddAny, AddMany, Ready, ToClient, ToEn
 from quire.interfaces.async_llm.starting import Started
 from quire.interfaces.async_llm.supervisor import Supervisor
 
+_MAX_UNREAD = 4
+
 
 class _KilledError(BaseException):
     pass
@@ -22,7 +24,7 @@ class _KilledError(BaseException):
 
 class LocalClient:
     """As EngineClient, messages and all. The engine, which others have used before, dies after so many frames; None: it
-    lives."""
+    lives. It waits while _MAX_UNREAD of its messages have not been read, so that it cannot run ahead of a test."""
 
     pid = 1
     silent_s = 0.0
@@ -33,6 +35,7 @@ class LocalClient:
         self._num_left = None if num_frames is None else num_frames + 1  # the first says that it is ready
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         self._frames: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._unread = threading.Semaphore(_MAX_UNREAD)
         self._loop = asyncio.get_running_loop()
         self._request_ids: list[str] = []
         self._thread = threading.Thread(target=self._run)
@@ -53,10 +56,12 @@ class LocalClient:
         if self._num_left == 0:
             raise _KilledError
         self._num_left = None if self._num_left is None else self._num_left - 1
+        self._unread.acquire()
         self._loop.call_soon_threadsafe(self._frames.put_nowait, frame)
 
     async def read(self, *readers: Callable[[Any], None]) -> None:
         while (frame := await self._frames.get()) is not None:
+            self._unread.release()
             message = _received(frame, ToClient)
             for reader in () if isinstance(message, Ready) else readers:
                 reader(message)
@@ -72,6 +77,7 @@ class LocalClient:
 
     async def end(self) -> str:
         self._inbox.put(None)
+        self._unread.release(1_000_000)  # nothing is read any more
         await asyncio.to_thread(self._thread.join)
         return "it died as it was told"
 

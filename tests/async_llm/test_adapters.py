@@ -165,7 +165,8 @@ def test_an_engine_that_dies_while_it_reads_an_adapter_ends_the_call(door: Door,
     async def kill() -> None:
         os.kill(door.llm.engine_pid, signal.SIGSTOP)
         adding = asyncio.create_task(door.llm.add_lora(LoRARequest("a", 1, str(folders[0]))))
-        await asyncio.sleep(0)
+        while not door.llm._adapters._answers:  # until the engine has been asked
+            await asyncio.sleep(0)
         os.kill(door.llm.engine_pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError):
             await adding

@@ -1,14 +1,17 @@
 """Several engines behind one AsyncLLM: a request goes where its prefix is, and on in another engine if one dies."""
 
 import asyncio
+import math
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from quire import ConfigError, EngineArgs, EngineDeadError, SamplingParams
+from quire.engine.routing import router
 from quire.interfaces.async_llm import request_table
 
 from .door import Door
@@ -37,6 +40,12 @@ def door(shared: Door) -> Iterator[Door]:
     shared.run(shared.drained())
     assert len(shared.record.of("start")) == len(shared.record.of("end"))
     assert shared.run(shared.llm.reset_prefix_cache())
+
+
+@pytest.fixture
+def equally_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines count as equally fast even if one was stalled."""
+    monkeypatch.setattr(router, "SAME_KIND", math.inf)
 
 
 async def all_run(door: Door) -> None:
@@ -98,17 +107,21 @@ def test_without_any_engine_requests_wait_for_the_first_that_is_ready(
     async def kill_both() -> list[Any]:
         reading = asyncio.create_task(door.all_outputs([("a", LONG)] * 4))
         await door.record.until(lambda: len(door.record.of("tokens")) >= 4)
-        for pid in door.llm.group.pids:
-            os.kill(pid, signal.SIGKILL)
+        both_are_dead = asyncio.Event()
+        for engine in door.llm.group.engines:
+            monkeypatch.setattr(engine, "_sleep", lambda seconds: both_are_dead.wait())
+            os.kill(engine.pid, signal.SIGKILL)
         while door.llm.is_running:
             await asyncio.sleep(0)
         assert isinstance(door.llm.death, EngineDeadError)
+        both_are_dead.set()
         return await reading
 
     got = door.run(kill_both())
     assert [sum(len(output.outputs[0].token_ids) for output in outputs) for outputs in got] == [200] * 4
 
 
+@pytest.mark.usefixtures("equally_fast")
 def test_a_conversation_stays_with_the_engine_that_holds_it(door: Door) -> None:
     texts = [f"{number}: " + f"once upon a time {number} " * 30 for number in range(6)]
     first = door.run(door.all_outputs([(text, ONE) for text in texts]))
@@ -118,9 +131,26 @@ def test_a_conversation_stays_with_the_engine_that_holds_it(door: Door) -> None:
         assert outputs[-1].num_cached_tokens >= len(before[-1].prompt_token_ids) - 32
 
 
+@pytest.mark.usefixtures("equally_fast")
 def test_requests_without_hits_are_spread(door: Door) -> None:
     before = [stats.num_prompt_tokens for stats in door.llm.group.stats]
-    door.run(door.all_outputs([(f"{number} is a number " * 20, ONE) for number in range(40)]))
+    wanted = [(f"{number} is a number " * 20, ONE) for number in range(40)]
+
+    async def all_at_once() -> None:
+        """No engine begins before all requests have been given to one."""
+        unsent: list[Callable[[], None]] = []
+        with pytest.MonkeyPatch.context() as patched:
+            for engine in door.llm.group.engines:
+                send = engine.send
+                patched.setattr(engine, "send", lambda message, send=send: unsent.append(partial(send, message)))
+            reading = asyncio.create_task(door.all_outputs(wanted))
+            while sum(loads(door)) < len(wanted):
+                await asyncio.sleep(0)
+        for each in unsent:
+            each()
+        await reading
+
+    door.run(all_at_once())
     given = [stats.num_prompt_tokens - start for stats, start in zip(door.llm.group.stats, before, strict=True)]
     assert max(given) <= 1.5 * min(given)  # what was uneven before is evened out
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 
 import pytest
 
@@ -39,9 +38,8 @@ def test_an_engine_sleeps_wakes_up_and_says_the_same():
         assert anonymous_kib(door.llm.engine_pid) < awake_kib - 8 * 2**10
         with pytest.raises(RequestError, match="sleeps"):
             door.run(door.outputs(PROMPT, GREEDY))
-        began_s = time.monotonic()
         door.run(door.llm.wake_up())
-        assert time.monotonic() - began_s < 5  # 0.1 s on a machine of its own
+        assert door.llm.num_restarts == 0
         after = door.run(door.outputs(PROMPT, GREEDY))[-1]
         assert after.outputs[0].token_ids == before.outputs[0].token_ids
         assert after.num_cached_tokens == 0

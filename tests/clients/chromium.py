@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from openai import OpenAI
 from playwright.sync_api import Browser, Page, expect
@@ -65,15 +66,15 @@ def answers(page: Page) -> list[str]:
 
 
 @contextmanager
-def load(served: Served, num_requests: int = 3) -> Iterator[None]:
-    """So many requests at once until the block ends, all with the same beginning."""
+def load(served: Served, num_requests: int = 3, **more: Any) -> Iterator[None]:
+    """So many requests at once until the block ends, all with the same beginning; `more` is for the client."""
     stop = threading.Event()
 
     def run(i: int) -> None:
         asked = {"model": MODEL, "prompt": f"{COMMON}{i}", "max_tokens": 1800, "extra_body": {"ignore_eos": True}}
         with OpenAI(**served.openai) as client:
             while not stop.is_set():
-                with client.completions.create(**asked, stream=True) as stream:
+                with client.completions.create(**asked, stream=True, **more) as stream:
                     while not stop.is_set() and next(stream, None) is not None:
                         pass
 

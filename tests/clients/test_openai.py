@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Iterator
 from functools import partial
 
@@ -238,13 +240,18 @@ def test_errors_are_the_sdks_own(client: OpenAI, served: Served) -> None:
 def test_requests_beyond_the_waiting_limit_get_a_retry_time(served: Served) -> None:
     async def flood() -> list[object]:
         async with AsyncOpenAI(**served.openai, max_retries=0) as client:
-            return await asyncio.gather(
-                *(
+            asked = [
+                asyncio.ensure_future(
                     client.completions.create(model=MODEL, prompt="x", max_tokens=100, extra_body={"ignore_eos": True})
-                    for _ in range(MAX_NUM_SEQS + MAX_WAITING + 40)
-                ),
-                return_exceptions=True,
-            )
+                )
+                for _ in range(MAX_NUM_SEQS + MAX_WAITING + 40)
+            ]
+            os.kill(served.pids[1], signal.SIGSTOP)  # the engine: no request ends before the queue is full
+            try:
+                await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                os.kill(served.pids[1], signal.SIGCONT)
+            return await asyncio.gather(*asked, return_exceptions=True)
 
     answers = asyncio.run(flood())
     refused = [answer for answer in answers if isinstance(answer, openai.RateLimitError)]

@@ -3,10 +3,9 @@
 import json
 import re
 
-from openai import OpenAI
 from playwright.sync_api import Browser, Page, expect
 
-from tests.clients.chromium import COMMON, NO_ARGUMENTS, NUMBERS, QUESTION, answers, ask, load, opened, set_up
+from tests.clients.chromium import NO_ARGUMENTS, NUMBERS, QUESTION, answers, ask, load, opened, set_up
 from tests.clients.served import KEY, MODEL, Served
 
 
@@ -111,12 +110,10 @@ def test_the_speed_of_a_short_answer_is_the_one_that_the_server_measured(page: P
 
 def test_requests_are_named_as_their_clients_named_them_or_by_their_kind(page: Page, served: Served) -> None:
     names = page.locator("#queues .request-head span:first-child")
-    asked = {"model": MODEL, "prompt": COMMON, "max_tokens": 1800, "extra_body": {"ignore_eos": True}, "stream": True}
-    with OpenAI(**served.openai) as client:
-        with client.completions.create(**asked, extra_headers={"x-request-id": "nightly"}):
-            expect(names).to_have_text(["nightly"])
-        with client.completions.create(**asked):
-            expect(names).to_have_text([re.compile(r"^completion \d+$")])
+    with load(served, 1, extra_headers={"x-request-id": "nightly"}):
+        expect(names).to_have_text(["nightly"])
+    with load(served, 1):
+        expect(names).to_have_text([re.compile(r"^completion \d+$")])
 
 
 def test_a_narrow_page_has_buttons_for_thumbs_and_nothing_beside_it(chromium: Browser, served: Served) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +10,7 @@ import openai
 import pytest
 
 from quire import LLM, ConfigError, SamplingParams
+from tests.ports import free_port
 
 from .conftest import parent_of, processes, until
 
@@ -27,9 +27,7 @@ def client(settings: None) -> Iterator[openai.OpenAI]:
 
     from quire.ray_serve import build_app
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ray.init("local", include_dashboard=False, num_cpus=2)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})

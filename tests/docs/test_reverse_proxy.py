@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
+
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "reverse-proxy.md"
 NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 WAIT_S = 90
@@ -52,9 +54,7 @@ def nginx(folder: Path, upstream: int) -> Iterator[str]:
     """nginx with the page's configuration, without TLS and in front of the port `upstream`; its address."""
     found = re.search(r"```nginx\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert found
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = re.sub(r"^ *ssl_certificate.*\n", "", found[1], flags=re.MULTILINE)
     server = server.replace("listen 443 ssl", f"listen 127.0.0.1:{port}").replace(
         "127.0.0.1:8000", f"127.0.0.1:{upstream}"

@@ -12,7 +12,6 @@ Ports are replaced by free ones, so that tutorials can run side by side.
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+from tests.ports import free_port
 
 KEEP_RUNNING, EXAMPLE = "keep running", "for example"
 START_S = 90
@@ -102,9 +103,7 @@ class Reader:
     @contextmanager
     def _background(self, command: str):
         documented = "8000" if command.startswith("quire serve") else "8080"
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = self.ports[documented] = str(found.getsockname()[1])
+        port = self.ports[documented] = str(free_port())
         command = f"{command} --port {port}"
         if documented == "8080":
             command += f" --server http://127.0.0.1:{self.ports['8000']}"

@@ -154,19 +154,20 @@ REQUESTS = {
 
 @pytest.mark.parametrize("arguments", [{}, {"quantization": "int8", "kv_cache_dtype": "int8"}])
 def test_a_real_model_says_the_same_with_drafts(arguments):
-    def run(draft) -> dict[str, list]:
+    def run(draft) -> tuple[dict[str, list], int]:
         engine = LLM(max_model_len=128, num_gpu_blocks_override=64, **arguments).engine
         drafting = drafting_by(draft, 128) if draft else None
         engine.scheduler.drafting = engine.committer.drafting = drafting
         for name, params in REQUESTS.items():
             given = {key: value for key, value in params.items() if value is not None}
             engine.add_request(name, f"What does {name} do?", SamplingParams(**{"max_tokens": 24} | given))
-        outputs = {}
+        outputs, num_steps = {}, 0
         while engine.has_unfinished_requests():
-            for output in engine.step():
+            for output in engine.step():  # one for each request that was in the step
+                num_steps += 1
                 outputs[output.request_id] = [(s.token_ids, s.text, s.logprobs) for s in output.outputs]
             engine.requests.check_integrity()
-        return outputs, engine.scheduler.num_steps
+        return outputs, num_steps
 
     expected, num_steps = run(None)
     told = {name: [tokens for tokens, _, _ in samples] for name, samples in expected.items()}

@@ -2,6 +2,7 @@
 
 import msgspec
 import numpy as np
+import pytest
 
 from quire import LLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.common.batch import Batch, Draw, ScheduledSequence, StepResult
@@ -71,6 +72,11 @@ def masked_llm(*, share_compiler: bool = True, **kwargs: object) -> tuple[LLM, M
             _shared.append(GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids, trial_limit_s=1))
         engine.grammars.compiler = _shared[0]
     return LLM.from_engine(engine), executor
+
+
+def wait_for_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on a step with nothing else to do takes as long as a compilation does, so that none is idle."""
+    monkeypatch.setattr("quire.engine.llm_engine._GRAMMAR_WAIT_S", 60.0)
 
 
 def structured(max_tokens: int = 400, **kwargs: object) -> SamplingParams:

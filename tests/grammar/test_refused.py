@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from quire import InvalidParamsError, SamplingParams, StructuredOutputsParams
+from quire.engine.requests import grammar_queue
 from quire.text.grammar.trial import TrialProcess, TrialSettings
 from tests.grammar.masked_engine import masked_llm, run, structured
 
@@ -154,7 +155,8 @@ REFUSED = {
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_structures_harm_no_other_request(name) -> None:
+def test_hostile_structures_harm_no_other_request(name, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_queue, "COMPILE_LIMIT_S", 600)  # a trial has a low priority, and its own limits
     llm, _ = masked_llm()
     llm.engine.add_request("hostile", "a", structured(max_tokens=40, temperature=2.0, **HOSTILE[name]))
     llm.engine.add_request("neighbour", "a", structured(choice=["I am well"]))

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from quire import LLM, RequestOutput, SamplingParams
-from tests.grammar.masked_engine import MaskedExecutor, masked_llm, run, structured
+from tests.grammar.masked_engine import MaskedExecutor, masked_llm, run, structured, wait_for_grammars
 
 PERSON = {
     "type": "object",
@@ -166,13 +166,19 @@ def add_with_draw(llm: LLM, request_id: str, params: object, **changes: object) 
     seq.draw_with(tuple(replace(draw, **changes) for draw in seq.draws))
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_grammars(monkeypatch)
+
+
 def compile_grammar(llm: LLM, executor: MaskedExecutor, structure: dict[str, object]) -> None:
-    """So that no idle step, while it is compiled, is among those counted from here on."""
+    """So that the trial is not among the steps counted from here on."""
     llm.generate(["a"], structured(max_tokens=1, **structure), use_tqdm=False)
     executor.num_steps = 0
 
 
 @pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
+@pytest.mark.usefixtures("patient")
 def test_jumping_ahead_saves_steps_and_changes_nothing(structure) -> None:
     llm, executor = masked_llm()
     compile_grammar(llm, executor, structure)
@@ -185,6 +191,7 @@ def test_jumping_ahead_saves_steps_and_changes_nothing(structure) -> None:
     assert num_steps <= executor.num_steps
 
 
+@pytest.mark.usefixtures("patient")
 def test_forced_text_is_run_as_one_chunk() -> None:
     llm, executor = masked_llm()
     structure = {"regex": r"\{\"the quick brown fox\": \"jumps over the lazy dog\"\}"}

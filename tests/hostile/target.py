@@ -174,7 +174,7 @@ class Target:
 
     def stream(self, on_token: Any = lambda gap_s: None) -> list[int]:
         """The canary's tokens. Requests beside it have the same key and may fill the queue: then it waits."""
-        deadline_s = time.monotonic() + LIMIT_S
+        deadline_s = time.monotonic() + WAIT_S
         while (token_ids := self._stream(on_token)) is None:
             assert time.monotonic() < deadline_s, "the queue stays full"
             time.sleep(0.01)
@@ -241,7 +241,7 @@ class Target:
 
     def check_health(self) -> None:
         """It generates a token. Requests that were left a moment ago may still be on their way through the queue."""
-        deadline_s = time.monotonic() + LIMIT_S
+        deadline_s = time.monotonic() + WAIT_S
         while (answer := self.post(COMPLETIONS, {"prompt": "Hi", "max_tokens": 1})).status == 429:
             assert time.monotonic() < deadline_s, "the queue stays full"
             time.sleep(0.01)

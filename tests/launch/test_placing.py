@@ -1,7 +1,6 @@
 """Where engines run: what is refused before anything starts, and the clocks of other machines."""
 
 import os
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from quire.interfaces.launch import placing
 from quire.interfaces.launch.clocks import shifted
 from quire.interfaces.launch.placing import place
 from quire.interfaces.launch.ray_cluster import LOCAL, share_of_nodes
+from tests.ports import free_port
 
 RAY: dict[str, Any] = {"distributed_executor_backend": "ray"}
 
@@ -80,12 +80,6 @@ class _NoRay:
     def find_spec(self, name: str, *_: Any) -> None:
         if name == "ray":
             raise ModuleNotFoundError("No module named 'ray'")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize(

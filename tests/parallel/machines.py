@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from quire import LLM
 from quire.common.errors import EngineBrokenError
 from quire.config.model import ModelConfig
@@ -18,6 +20,7 @@ from quire.engine.llm_engine import LLMEngine
 from quire.runner.parallel.machines import machine_process
 from quire.runner.parallel.machines.node import Own
 from quire.runner.parallel.machines.nodes import fingerprint, join
+from quire.runner.parallel.pipeline import links
 from tests.parallel.ranks import ThreadRank, answers, in_threads
 from tests.parallel.test_faults import PARAMS, PROMPTS, TINY, children_of, wait_until_gone
 from tests.parallel.test_nodes import HOST, PORT, InThread, machine
@@ -91,12 +94,29 @@ class Link(threading.Thread):
 
     def interrupt(self) -> None:
         os.close(self._interrupted)
-        self.join(10)
+        self.join(60)
 
     def close(self) -> None:
         for sock in (self._server, *self._socks):
             sock.close()
         os.close(self._interruption)
+
+
+def allow_a_second_of_silence(patch: pytest.MonkeyPatch, limit: tuple[Any, str] = (links, "SILENCE_S")) -> None:
+    """To links that have loaded: not before, since the machine that runs the test may be stalled for a while. Returns
+    when a link counts with it."""
+    counts, silence_s = threading.Event(), links._silence_s
+
+    def noted() -> float:
+        limit_s = silence_s()
+        if limit_s == 1.0:
+            counts.set()
+        return limit_s
+
+    patch.setattr(links, "_silence_s", noted)
+    patch.setattr(links, "_LEAST_SILENCE_S", 1.0)
+    patch.setattr(*limit, 1.0)
+    assert counts.wait(60)
 
 
 def run_on(engine: LLMEngine) -> None:
@@ -115,7 +135,7 @@ def node_process(secret: Path, **given: Any) -> Iterator[subprocess.Popen[bytes]
     finally:
         left = descendants(process.pid)
         process.terminate()
-        process.wait(10)
+        process.wait(60)
         wait_until_gone(left)
 
 

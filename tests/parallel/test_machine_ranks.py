@@ -14,14 +14,23 @@ from quire import LLM, AsyncLLM, EngineArgs, LoRARequest
 from quire.common import liveness
 from quire.common.errors import EngineBrokenError, OutOfMemoryError
 from quire.common.faults import Fault, inject
-from quire.runner.parallel.pipeline import links, stage_process
+from quire.runner.parallel.pipeline import stage_process
 from tests.async_llm import door as door_module
 from tests.async_llm.door import Door
 from tests.kernels.isas import needs_native
 from tests.models.adapters import make_tensors, tiny_sizes, write_adapter
 from tests.models.variants import VARIANTS
 from tests.parallel import test_requests as requests
-from tests.parallel.machines import BOTH, Link, descendants, distant_ranks, node_process, of_machines, run_on
+from tests.parallel.machines import (
+    BOTH,
+    Link,
+    allow_a_second_of_silence,
+    descendants,
+    distant_ranks,
+    node_process,
+    of_machines,
+    run_on,
+)
 from tests.parallel.ranks import answers, in_threads, of_ranks
 from tests.parallel.test_faults import PARAMS, PROMPTS, TINY, children_of, restarted, wait_until_gone
 from tests.parallel.test_nodes import secret
@@ -150,7 +159,7 @@ def test_a_machine_that_sends_what_only_stages_send_ends_the_engine(
     is_lost = threading.Event()
     monkeypatch.setattr(liveness, "on_loss", is_lost.set)
     monkeypatch.setattr(stage_process, "Beat", lambda _: stage_process.StepFailed(1, "ValueError", ""))
-    assert is_lost.wait(30)
+    assert is_lost.wait(60)
     with pytest.raises(
         EngineBrokenError, match="machine 1 sends nonsense: the outcome of a step, which only stages have"
     ):
@@ -161,7 +170,6 @@ def test_a_machine_that_sends_what_only_stages_send_ends_the_engine(
 def test_a_link_that_is_interrupted_ends_the_engine(
     is_idle: bool, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "SILENCE_S", 1.0)
     monkeypatch.setattr(stage_process, "_BEAT_S", 0.1)
     is_lost = threading.Event()
     monkeypatch.setattr(liveness, "on_loss", is_lost.set)
@@ -171,11 +179,13 @@ def test_a_link_that_is_interrupted_ends_the_engine(
         llm = LLM(**TWO)
         if is_idle:
             assert answers(llm, PROMPTS, PARAMS) == expected
+            allow_a_second_of_silence(monkeypatch)
             link.interrupt()
-            assert is_lost.wait(30)
+            assert is_lost.wait(60)
         else:
             llm.engine.add_request("0", PROMPTS[0], PARAMS[0])
             llm.engine.step()
+            allow_a_second_of_silence(monkeypatch)
             link.interrupt()
         with pytest.raises(EngineBrokenError, match="machine 1 was silent for 1 s"):
             run_on(llm.engine)

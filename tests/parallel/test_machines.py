@@ -20,7 +20,7 @@ from quire.runner.parallel.pipeline import links, stage_process
 from tests.async_llm import door as door_module
 from tests.async_llm.door import Door
 from tests.kernels.isas import needs_native
-from tests.parallel.machines import BOTH, Link, node_process, run_on
+from tests.parallel.machines import BOTH, Link, allow_a_second_of_silence, node_process, run_on
 from tests.parallel.ranks import answers, in_threads
 from tests.parallel.test_faults import PARAMS, PROMPTS, TINY, children_of, restarted, wait_until_gone
 from tests.parallel.test_nodes import HOST, PORT, InThread, machine, secret
@@ -75,8 +75,6 @@ def test_a_machine_with_too_little_memory_says_so() -> None:
 def test_a_link_that_is_interrupted_ends_the_engine(
     is_idle: bool, limit: tuple[Any, str], expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "_LEAST_SILENCE_S", 1.0)
-    monkeypatch.setattr(*limit, 1.0)
     monkeypatch.setattr(stage_process, "_BEAT_S", 0.1)
     is_lost = threading.Event()
     monkeypatch.setattr(liveness, "on_loss", is_lost.set)
@@ -87,11 +85,13 @@ def test_a_link_that_is_interrupted_ends_the_engine(
         engine = llm.engine
         if is_idle:
             assert answers(llm, PROMPTS, PARAMS) == expected
+            allow_a_second_of_silence(monkeypatch, limit)
             link.interrupt()
-            assert is_lost.wait(30)
+            assert is_lost.wait(60)
         else:
             engine.add_request("0", PROMPTS[0], PARAMS[0])
             engine.step()
+            allow_a_second_of_silence(monkeypatch, limit)
             link.interrupt()
         with pytest.raises(EngineBrokenError, match="stage 0 was silent for 1 s"):
             run_on(engine)

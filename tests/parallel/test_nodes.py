@@ -53,7 +53,7 @@ class InThread(threading.Thread):
             self._result = error
 
     def result(self) -> Any:
-        self.join(30)
+        self.join(60)
         return self._result
 
 

@@ -159,10 +159,11 @@ def test_a_stage_that_falls_silent_while_nothing_runs_ends_the_engine(
 ) -> None:
     is_lost = threading.Event()
     monkeypatch.setattr(liveness, "on_loss", is_lost.set)
-    monkeypatch.setattr(links, "SILENCE_S", 0.3)
-    monkeypatch.setattr(stage_process, "_BEAT_S", 1000.0)
+    monkeypatch.setattr(stage_process, "_BEAT_S", 0.05)
     llm = make()
-    assert is_lost.wait(30)
+    monkeypatch.setattr(links, "SILENCE_S", 0.3)
+    monkeypatch.setattr(stage_process, "_BEAT_S", 1000.0)  # after one more beat, from which on the limit counts
+    assert is_lost.wait(60)
     with pytest.raises(EngineBrokenError, match=r"stage 0 was silent for 0\.3 s"):
         answers_again(llm)
 
@@ -183,7 +184,7 @@ def test_a_stage_that_falls_silent_within_a_message_is_lost(monkeypatch: pytest.
     link = links.StageLink("stage 0", Half, Boundary(1, 4, torch.float32), 8)
     link.when_lost = lost.put
     link.start()
-    assert lost.get(timeout=30) == "stage 0 was silent for 0.3 s"
+    assert lost.get(timeout=60) == "stage 0 was silent for 0.3 s"
     link.close()
 
 

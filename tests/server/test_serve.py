@@ -12,13 +12,14 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import trustme
 
 from quire.common.errors import ConfigError
+from quire.common.faults import Fault, environment
 from quire.server.config import ServerArgs
 from quire.server.serve import _listening, _uvicorn_config
 
@@ -28,9 +29,9 @@ CHAT = {"messages": [{"role": "user", "content": "Count."}], "ignore_eos": True}
 
 
 class Server:
-    """A `quire serve` process, and what it has printed."""
+    """A `quire serve` process, and what it has printed. Faults are those of its engine process too."""
 
-    def __init__(self, *args: str | Path) -> None:
+    def __init__(self, *args: str | Path, faults: Sequence[Fault] = ()) -> None:
         self.lines: list[str] = []
         self._changed = threading.Condition()
         self.process = subprocess.Popen(
@@ -38,7 +39,7 @@ class Server:
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
-            env=os.environ | {"PYTHONFAULTHANDLER": "1"},
+            env=os.environ | {"PYTHONFAULTHANDLER": "1"} | environment(*faults),
         )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -83,8 +84,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(*args: str | Path) -> Iterator[Server]:
-    server = Server(*args)
+def serving(*args: str | Path, faults: Sequence[Fault] = ()) -> Iterator[Server]:
+    server = Server(*args, faults=faults)
     try:
         yield server
     finally:
@@ -106,16 +107,17 @@ def config(tmp_path) -> Path:
     keys.write_text("alice:sk-alice\nbob:sk-bob\n")
     path = tmp_path / "quire.yaml"
     path.write_text(
-        f"port: 1\nserved_model_name: tiny\napi_key_file: {keys}\nrequests-per-minute: 4\nlog_format: json\n"
+        f"port: 1\nserved_model_name: tiny\napi_key_file: {keys}\nrequests-per-minute: 2\nlog_format: json\n"
     )
     return path
 
 
 def test_a_server_from_its_start_to_its_end(config):
-    with serving("--config", config, "--port", "0") as server:
+    pause = Fault("output.make", "delay", seconds=4, after=25)  # within the stream that `drain` asks for
+    with serving("--config", config, "--port", "0", faults=[pause]) as server:
         configuration = json.loads(server.wait_for("configuration:").string)["message"]
         assert "port: 0\n" in configuration
-        assert "requests_per_minute: 4\n" in configuration
+        assert "requests_per_minute: 2\n" in configuration
         assert "sk-alice" not in configuration
         port = int(server.wait_for(r"serves tiny at http://127\.0\.0\.1:(\d+) \(ready in [\d.]+ s\)")[1])
         key = {"authorization": "Bearer sk-alice"}
@@ -146,11 +148,12 @@ def test_a_server_from_its_start_to_its_end(config):
         assert re.search(r'quire:http_requests_total\{[^}]*route="/v1/models",status="401"\} 1\.0', metrics)
 
         statuses = [ask(port, "POST", "/v1/completions", {}, **key)[0] for _ in range(5)]
-        assert [response.status for response in statuses].count(429) == 2
-        assert int(statuses[-1].headers["retry-after"]) <= 15
+        assert [response.status for response in statuses] == [400, 429, 429, 429, 429]
+        assert int(statuses[-1].headers["retry-after"]) <= 30
         drain(server, port, {"x-api-key": "sk-bob"})
         assert 'request_id": "mine"' in "".join(server.lines)
-        messages = [json.loads(line)["message"] for line in server.lines]
+        written = [line for line in server.lines if not line.startswith("QUIRE_FAULTS is set")]
+        messages = [json.loads(line)["message"] for line in written]
         assert any(re.match(r"loaded quire-tiny in .* with the kernels \w+(;|$)", message) for message in messages), (
             "the engine process's too"
         )
@@ -159,7 +162,7 @@ def test_a_server_from_its_start_to_its_end(config):
 def drain(server: Server, port: int, key: dict[str, str]) -> None:
     """A stream that runs when the signal comes is finished; nothing else is begun."""
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)) as connection:
-        body = json.dumps(CHAT | {"max_tokens": 1200, "stream": True})
+        body = json.dumps(CHAT | {"max_tokens": 60, "stream": True})
         connection.request("POST", "/v1/chat/completions", body, key)
         stream = connection.getresponse()
         assert stream.status == 200
@@ -233,7 +236,8 @@ def test_over_tls_on_a_unix_socket_until_the_second_signal(tmp_path):
     path, (pem, context) = tmp_path / "quire.sock", certificate(tmp_path)
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as stale:
         stale.bind(str(path))  # what a server that was killed leaves behind
-    with serving("--uds", path, "--ssl-certfile", pem, "--drain-timeout-s", "600") as server:
+    hang = Fault("output.make", "delay", seconds=600, after=20)
+    with serving("--uds", path, "--ssl-certfile", pem, "--drain-timeout-s", "600", faults=[hang]) as server:
         server.wait_for(f"serves quire-tiny at unix:{re.escape(str(path))}")
         with contextlib.closing(http.client.HTTPConnection("quire.test", timeout=WAIT_S)) as connection:
             plain = socket.socket(socket.AF_UNIX)
@@ -252,7 +256,7 @@ def test_over_tls_on_a_unix_socket_until_the_second_signal(tmp_path):
 
 
 def test_a_signal_while_the_model_loads_ends_it_well():
-    with serving("--port", "0") as server:
+    with serving("--port", "0", faults=[Fault("weights.load", "delay", seconds=600)]) as server:
         server.wait_for("configuration:")
         server.wait_for("loading")
         server.process.send_signal(signal.SIGTERM)  # once more changes nothing: there is nothing to wait for
