@@ -13,6 +13,7 @@ import socket
 import struct
 import sys
 
+from quire.common import faults
 from tests.forks import ForkServer, use
 from tests.forks.wire import Request, receive, send_number
 
@@ -89,6 +90,9 @@ def _become(request: Request, descriptors: list[int]) -> None:
     os.environ.update(request.environment)
     os.chdir(request.folder)
     sys.argv = [request.module, *request.arguments]
+    faults._arm_from_environment(os.environ.get("QUIRE_FAULTS"))
+    if faults._refuse_memory is not None:
+        faults.arm_native(faults._refuse_memory)
 
 
 def main() -> None:

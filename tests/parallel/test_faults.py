@@ -20,8 +20,10 @@ from quire.runner.parallel import executor as ranks_executor
 from quire.runner.parallel import links, rank_process
 from quire.runner.parallel.executor import RanksExecutor
 from quire.runner.parallel.messages import Failed, Step
+from tests import forks
 from tests.async_llm import door as door_module
 from tests.async_llm.door import Door
+from tests.forks import children_of
 from tests.kernels.isas import needs_native
 from tests.parallel.ranks import answers, in_threads
 
@@ -132,15 +134,6 @@ def test_a_rank_that_cannot_load_says_why(monkeypatch: pytest.MonkeyPatch) -> No
 # Ranks in processes
 
 
-def children_of(pid: int) -> list[int]:
-    """The processes that a process, which may have ended, has started."""
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except FileNotFoundError:
-        return []
-
-
 def is_gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -231,6 +224,7 @@ def test_a_rank_that_ends_in_a_phase_breaks_an_engine_in_the_callers_process(
     for module in (links, ranks_executor):
         monkeypatch.setattr(module, "PATIENCE_S", 8.0 if action == "delay" else 60.0)
     monkeypatch.setitem(executors.EXECUTORS, "ranks", partial(RanksExecutor, launch=Dying))
+    forks.start()
     descriptors, children = len(os.listdir("/proc/self/fd")), children_of(os.getpid())
     if point == "weights.load":
         with pytest.raises(EngineBrokenError, match=reason):
