@@ -35,9 +35,9 @@ def mark_slow(items: Sequence[pytest.Item], *, are_all: bool = False) -> None:
 
 
 def register_profiles(*, derandomize: bool) -> None:
-    """The profiles `least`, `quick`, `all` and `most`, for `--hypothesis-profile`. A check of a change has those of `all`,
-    which never change; `most` is for a search by hand. How long an example takes says more about what else the machine
-    does than about the test, so none has a time limit."""
+    """The profiles `least`, `quick`, `all` and `most`, for `--hypothesis-profile`. A check of a change has those of
+    `all`, which never change; `most` is for a search by hand. How long an example takes says more about what else the
+    machine does than about the test, so none has a time limit."""
     for name, max_examples in {"least": _LEAST // 2, "quick": _QUICK, "all": _ALL, "most": _MOST}.items():
         settings.register_profile(
             name,
