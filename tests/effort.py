@@ -21,6 +21,8 @@ def mark_slow(items: Sequence[pytest.Item], *, are_all: bool = False) -> None:
     for item in items:
         if CLIENTS in item.path.parents:
             item.add_marker("slow")
+        if item.get_closest_marker("thorough"):
+            continue
         if are_all or item.get_closest_marker("sampled"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for group in cases.values():

@@ -1,6 +1,6 @@
 """Schemathesis against a real server: requests, good and bad, made from /openapi.json, and what may be answered.
 
-QUIRE_SCHEMATHESIS has options for it instead of these few examples, such as `--max-examples 1000 --seed 2`.
+QUIRE_SCHEMATHESIS has further options for it, such as `--max-examples 1000 --seed 2`.
 """
 
 import os
@@ -14,7 +14,7 @@ SMALL = ["--max-model-len", "128", "--max-choices-per-request", "4", "--request-
 
 
 def test_every_answer_is_documented(tmp_path: Path) -> None:
-    more = os.environ.get("QUIRE_SCHEMATHESIS", "--max-examples 30")
+    more = os.environ.get("QUIRE_SCHEMATHESIS", "")
     with quire_serve(tmp_path, *SMALL) as served:
         run_command("Schemathesis", served, {"--no-shrink": f"--no-shrink {more}"})
         with urllib.request.urlopen(f"{served.url}/health") as answer:

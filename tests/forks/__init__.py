@@ -10,13 +10,14 @@ import contextlib
 import json
 import os
 import selectors
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from quire.interfaces.launch import link
@@ -167,6 +168,19 @@ def run_quire(arguments: Sequence[str], output: int, environment: dict[str, str]
         return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     request = Request("quire", list(arguments), environment, os.getcwd(), [0, 1, 2], False)
     return Forked(_server.ready(), request, [0, output, output])
+
+
+def command(folder: Path, environment: Mapping[str, str]) -> Path:
+    """Write the command `quire` into a folder that exists: with this environment it is forked if it can be."""
+    path = folder / "quire"
+    if _server is None or not _server.can_run(dict(environment)):
+        path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m quire "$@"\n')
+    else:
+        here = str(Path(__file__).parent)
+        code = f"import sys; sys.path[:0] = [{here!r}]; import command; command.main({_server.ready()!r}, sys.argv[1:])"
+        path.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, "-I", "-S", "-c", code])} "$@"\n')
+    path.chmod(0o755)
+    return path
 
 
 def children_of(pid: int) -> list[int]:
