@@ -148,6 +148,20 @@ def wait_until_gone(pids: list[int]) -> None:
         time.sleep(0.01)
 
 
+def disturbances(part: str) -> pytest.MarkDecorator:
+    """After how many tokens a part of an engine, or the engine, is killed or stopped. Each two of these three meet; all
+    three do in thorough tests."""
+
+    def case(after: int, whose: str, number: int, mark: str) -> Any:
+        marks = [getattr(pytest.mark, mark)] if mark else []
+        return pytest.param(after, whose, number, marks=marks, id=f"{after}-{whose}-{signal.Signals(number).name}")
+
+    kill, stop = signal.SIGKILL, signal.SIGSTOP
+    chosen = [(1, part, kill, ""), (20, part, stop, "slow"), (20, "engine", kill, "slow"), (1, "engine", stop, "slow")]
+    others = [(21 - after, whose, number, "thorough") for after, whose, number, _ in chosen]
+    return pytest.mark.parametrize(("after", "whose", "number"), [case(*each) for each in chosen + others])
+
+
 @pytest.fixture(scope="module")
 def door() -> Iterator[Door]:
     args = EngineArgs(**RANKS)
@@ -168,11 +182,7 @@ async def restarted(door: Door, pid: int | None) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "stopped"]
-)
-@pytest.mark.parametrize("whose", ["rank", pytest.param("engine", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("after", [1, pytest.param(20, marks=pytest.mark.slow)])
+@disturbances("rank")
 def test_streams_go_on_when_a_rank_ends(door: Door, expected: Any, after: int, whose: str, number: int) -> None:
     requests = [({"prompt_token_ids": prompt}, its) for prompt, its in zip(PROMPTS, PARAMS, strict=True)]
     engine = door.llm.engine_pid

@@ -203,8 +203,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Door, int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("whose", ["first", "other", "engine"])
-@pytest.mark.parametrize("is_idle", [False, True])
+@pytest.mark.parametrize(
+    ("is_idle", "whose"),
+    [(False, "first"), (True, "other"), (False, "engine")]
+    + [
+        pytest.param(*each, marks=pytest.mark.thorough)
+        for each in ((True, "first"), (False, "other"), (True, "engine"))
+    ],
+)
 def test_streams_go_on_when_ranks_of_another_machine_end(
     served: tuple[Door, int], whose: str, number: int, is_idle: bool, expected: Any
 ) -> None:

@@ -31,7 +31,7 @@ from tests.forks import children_of
 from tests.kernels.isas import needs_native
 from tests.models.adapters import make_tensors, tiny_sizes, write_adapter
 from tests.parallel.ranks import answers, in_threads
-from tests.parallel.test_faults import PARAMS, PROMPTS, TINY, restarted, wait_until_gone
+from tests.parallel.test_faults import PARAMS, PROMPTS, TINY, disturbances, restarted, wait_until_gone
 
 pytestmark = needs_native
 STAGES: dict[str, Any] = {**TINY, "pipeline_parallel_size": 2, "num_threads": 1}
@@ -260,11 +260,7 @@ def door() -> Iterator[Door]:
     wait_until_gone([pid, *pids])
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "stopped"]
-)
-@pytest.mark.parametrize("whose", ["stage", pytest.param("engine", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("after", [1, pytest.param(20, marks=pytest.mark.slow)])
+@disturbances("stage")
 def test_streams_go_on_when_a_stage_ends(door: Door, expected: Any, after: int, whose: str, number: int) -> None:
     requests = [({"prompt_token_ids": prompt}, its) for prompt, its in zip(PROMPTS, PARAMS, strict=True)]
     engine = door.llm.engine_pid
