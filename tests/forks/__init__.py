@@ -29,7 +29,7 @@ from tests.forks.wire import Request, read, receive_number, send
 READ_EARLY = ("QUIRE_", "OMP_", "MKL_", "LD_", "PYTHONHASHSEED", "HF_", "NO_COLOR", "FORCE_COLOR")
 """How variables begin that may be read when something is imported: a fork has those of the fork server."""
 READ_LATE = {"QUIRE_API_KEY", "QUIRE_FAULTS"}
-"""Variables of these that a fork reads itself."""
+"""Of these, those that a fork reads itself."""
 
 
 class Forked:

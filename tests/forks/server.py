@@ -90,6 +90,11 @@ def _become(request: Request, descriptors: list[int]) -> None:
     os.environ.update(request.environment)
     os.chdir(request.folder)
     sys.argv = [request.module, *request.arguments]
+    _arm_faults()
+
+
+def _arm_faults() -> None:
+    """As a process of its own does when it imports the modules that this one has imported already."""
     faults._arm_from_environment(os.environ.get("QUIRE_FAULTS"))
     if faults._refuse_memory is not None:
         faults.arm_native(faults._refuse_memory)

@@ -17,14 +17,13 @@ from quire.common.faults import Fault, inject
 from quire.runner.parallel.pipeline import links, stage_process
 from tests.async_llm import door as door_module
 from tests.async_llm.door import Door
-from tests.forks import children_of
 from tests.kernels.isas import needs_native
 from tests.models.adapters import make_tensors, tiny_sizes, write_adapter
 from tests.models.variants import VARIANTS
 from tests.parallel import test_requests as requests
 from tests.parallel.machines import BOTH, Link, descendants, distant_ranks, node_process, of_machines, run_on
 from tests.parallel.ranks import answers, in_threads, of_ranks
-from tests.parallel.test_faults import PARAMS, PROMPTS, TINY, restarted, wait_until_gone
+from tests.parallel.test_faults import PARAMS, PROMPTS, TINY, children_of, restarted, wait_until_gone
 from tests.parallel.test_nodes import secret
 
 __all__ = ["secret"]

@@ -19,11 +19,10 @@ from quire.runner.parallel.machines.nodes import fingerprint, join
 from quire.runner.parallel.pipeline import links, stage_process
 from tests.async_llm import door as door_module
 from tests.async_llm.door import Door
-from tests.forks import children_of
 from tests.kernels.isas import needs_native
 from tests.parallel.machines import BOTH, Link, node_process, run_on
 from tests.parallel.ranks import answers, in_threads
-from tests.parallel.test_faults import PARAMS, PROMPTS, TINY, restarted, wait_until_gone
+from tests.parallel.test_faults import PARAMS, PROMPTS, TINY, children_of, restarted, wait_until_gone
 from tests.parallel.test_nodes import HOST, PORT, InThread, machine, secret
 
 __all__ = ["secret"]
