@@ -17,13 +17,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from quire.interfaces.launch import link
 from quire.runner.parallel import links
-from quire.runner.parallel.machines import node
-from quire.runner.parallel.pipeline import links as stage_links
 from tests.forks.wire import Request, read, receive_number, send
 
 READ_EARLY = ("QUIRE_", "OMP_", "MKL_", "LD_", "PYTHONHASHSEED", "HF_", "NO_COLOR", "FORCE_COLOR")
@@ -150,11 +148,6 @@ def use(server: ForkServer) -> None:
     link.start_process = server.start_engine
 
 
-def _start_children_by(start: Callable[..., "Forked | subprocess.Popen[bytes]"]) -> None:
-    for module in (links, stage_links, node):
-        module.start_child = start
-
-
 def start() -> None:
     """Start the fork server, which otherwise starts with the first fork."""
     if _server is not None:
@@ -194,16 +187,16 @@ def children_of(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-    """Meanwhile engines are forked, and ranks and stages of engines in this process. Those of an engine process are its
-    children, since the system ends them with it. The fork server is started with the first fork."""
+    """Meanwhile engines are forked, and ranks of engines in this process. Those of an engine process are its children,
+    since the system ends them with it. The fork server is started with the first fork."""
     global _server
     with tempfile.TemporaryDirectory() as folder:
         server = _OwnServer(f"{folder}/socket", dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))))
         use(server)
-        _start_children_by(server.start_child)
+        links.start_child = server.start_child
         try:
             yield
         finally:
             _server, link.start_process = None, _start_unforked
-            _start_children_by(_start_child_unforked)
+            links.start_child = _start_child_unforked
             server.end()
