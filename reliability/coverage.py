@@ -63,7 +63,7 @@ LONG = (
     "adds_up_to_the_whole", "while_others_stream", "the_default_length", "hardly_more_memory", "makes_steps_fail",
     "however_deep_it_is", "output_has_the_form", "requests_without_slots_block", "any_schedule_gives",
     "test_every_weight_", "small_cache_and_few_slots", "a_machine_that_becomes_slower",
-    "test_planted_drafting_bugs", "no_drafter_changes_a_bit",
+    "test_planted_drafting_bugs", "no_drafter_changes_a_bit", "no_head_changes_a_bit",
 )  # fmt: skip
 """Parts of the names of slow tests that cover no branch which the other tests do not cover."""
 

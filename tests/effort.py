@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 CLIENTS = Path(__file__).parent / "clients"
-_ALL, _QUICK, _LEAST = 100, 25, 10
+_MOST, _ALL, _QUICK, _LEAST = 400, 50, 25, 10
 _MANY, _SHARE = 6, 4
 """Of a test with more than _MANY cases, one in _SHARE runs, but not fewer than _MANY, where all tests are run."""
 
@@ -21,6 +21,8 @@ def mark_slow(items: Sequence[pytest.Item], *, are_all: bool = False) -> None:
     for item in items:
         if CLIENTS in item.path.parents:
             item.add_marker("slow")
+        if item.get_closest_marker("thorough"):
+            continue
         if are_all or item.get_closest_marker("sampled"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for group in cases.values():
@@ -35,9 +37,10 @@ def mark_slow(items: Sequence[pytest.Item], *, are_all: bool = False) -> None:
 
 
 def register_profiles(*, derandomize: bool) -> None:
-    """The profiles `least`, `quick` and `all`, for `--hypothesis-profile`. How long an example takes says more about
-    what else the machine does than about the test, so none has a time limit."""
-    for name, max_examples in {"least": _LEAST // 2, "quick": _QUICK, "all": _ALL}.items():
+    """The profiles `least`, `quick`, `all` and `most`, for `--hypothesis-profile`. A check of a change has those of
+    `all`, which never change; `most` is for a search by hand. How long an example takes says more about what else the
+    machine does than about the test, so none has a time limit."""
+    for name, max_examples in {"least": _LEAST // 2, "quick": _QUICK, "all": _ALL, "most": _MOST}.items():
         settings.register_profile(
             name,
             max_examples=max_examples,
@@ -48,5 +51,6 @@ def register_profiles(*, derandomize: bool) -> None:
 
 
 def examples(num: int) -> int:
-    """`num` in the profile `all`; in the other a share of them, but not fewer than ten where there are as many."""
-    return max(min(num, _LEAST), num * settings.default.max_examples // _ALL)
+    """`num` where another test has 100 examples; in each profile its share of them, but not fewer than ten where there
+    are as many."""
+    return max(min(num, _LEAST), num * settings.default.max_examples // 100)

@@ -71,7 +71,8 @@ def test_tests_with_clients_are_slow_and_others_are_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most", "profile", "num"), [(300, "all", 300), (300, "quick", 75), (20, "quick", 10), (3, "quick", 3)]
+    ("most", "profile", "num"),
+    [(300, "most", 1200), (300, "all", 150), (300, "quick", 75), (20, "quick", 10), (3, "quick", 3)],
 )
 def test_a_quarter_of_the_examples_and_not_too_few(most: int, profile: str, num: int) -> None:
     before = settings.get_current_profile_name()

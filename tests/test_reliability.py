@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "reliability.soak", "--minutes", "0.1", "--clients", "6", "--kill-every-s", "0"]
+    command = [sys.executable, "-m", "reliability.soak", "--minutes", "0.05", "--clients", "6", "--kill-every-s", "0"]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.stdout, done.stderr
     return done
@@ -60,7 +60,7 @@ def test_a_short_soak_leaves_nothing() -> None:
     ("kind", "settle_s", "found"), [("files", "15", "files more"), ("blocks", "3", "blocks are in use")]
 )
 def test_a_planted_leak_is_found(kind: str, settle_s: str, found: str) -> None:
-    done = soak("--plant-leak", kind, "--fault-probability", "0", "--settle-s", settle_s, "--minutes", "0.05")
+    done = soak("--plant-leak", kind, "--fault-probability", "0", "--settle-s", settle_s, "--minutes", "0.02")
     assert done.returncode == 1, done.stdout
     assert any(found in wrong for wrong in json.loads(done.stdout)["wrong"])
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from tests import forks
 from tests.ports import free_port
 
 KEEP_RUNNING, EXAMPLE = "keep running", "for example"
@@ -54,12 +55,18 @@ def matches(printed: str, shown: str) -> bool:
 class Reader:
     """Someone who follows a tutorial in a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_forked: bool = True) -> None:
+        """`is_forked`: whether the command `quire` may be forked, which one sees of its process."""
         self.folder = folder
         self.ports: dict[str, str] = {}
         self.running = ExitStack()
-        path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
-        self.environment = os.environ | {"PATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        self.environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        commands = folder.parent / f"{folder.name}-commands"
+        commands.mkdir()
+        if is_forked:
+            forks.command(commands, self.environment)
+        path = (str(commands), str(Path(sys.executable).parent), os.environ.get("PATH", ""))
+        self.environment["PATH"] = os.pathsep.join(path)
 
     def __enter__(self) -> Self:
         return self

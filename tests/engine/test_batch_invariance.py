@@ -68,12 +68,13 @@ STORAGE = [("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "int8")]
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("dtype", "kv_cache_dtype"), STORAGE)
-def test_64_mixed_prompts_in_a_tiny_cache_equal_their_solo_runs(dtype, kv_cache_dtype):
+@pytest.mark.parametrize("count", [28, pytest.param(64, marks=pytest.mark.thorough)])
+def test_mixed_prompts_in_a_tiny_cache_equal_their_solo_runs(dtype, kv_cache_dtype, count):
     storage = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
     solo = LLM(**storage, enable_prefix_caching=False, max_model_len=96, max_num_seqs=1, num_gpu_blocks_override=ROOMY)
-    prompts, params = make_prompts(64, 8192, 60), mixed_params(64)
+    prompts, params = make_prompts(count, 8192, 60), mixed_params(count)
     expected = [run(solo, [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
-    assert len({tuple(tokens) for (tokens,) in expected}) > 32, "outputs too alike to tell requests apart"
+    assert len({tuple(tokens) for (tokens,) in expected}) > count // 2, "outputs too alike to tell requests apart"
     preemptions = swapped_blocks = 0
     for num_blocks, caching, mode in [
         (6, True, "recompute"),

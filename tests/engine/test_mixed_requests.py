@@ -1,5 +1,8 @@
-"""1,000 requests that ask for everything a request can ask for, side by side in a tiny cache: each gets what it gets
-alone, to the last bit of its log-probabilities."""
+"""Requests that ask for everything a request can ask for, side by side in a tiny cache: each gets what it gets
+alone, to the last bit of its log-probabilities.
+
+`pytest -m thorough tests/engine/test_mixed_requests.py` runs 1,000 requests.
+"""
 
 import random
 
@@ -7,7 +10,7 @@ import pytest
 
 from quire import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 
-NUM_REQUESTS, NUM_PARTS, LONGEST, VOCAB = 1000, 4, 40, 8192
+NUM_PARTS, LONGEST, VOCAB = 4, 40, 8192
 STRUCTURES = (
     {"choice": ["yes", "no", "perhaps"]},
     {"regex": r"[a-c]{2,6}(-\d+)?"},
@@ -86,10 +89,10 @@ def run(llm: LLM, prompts, params) -> list[tuple[object, ...]]:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_requests_of_every_kind_side_by_side_equal_their_solo_runs(part):
+@pytest.mark.parametrize("count", [100, pytest.param(250, marks=pytest.mark.thorough)])
+def test_requests_of_every_kind_side_by_side_equal_their_solo_runs(part, count):
     rng = random.Random(part)
     shared = [rng.randrange(3, VOCAB) for _ in range(LONGEST)]
-    count = NUM_REQUESTS // NUM_PARTS
     prompts, params = [any_prompt(rng, shared) for _ in range(count)], [any_params(rng) for _ in range(count)]
     storage = {"dtype": ("bfloat16", "float32")[part % 2], "max_model_len": 64}
     alone = LLM(**storage, enable_prefix_caching=False, num_gpu_blocks_override=40)

@@ -1,4 +1,4 @@
-"""Engines and servers of tests that start at once: each is forked from a process that has imported what they need.
+"""Engines, ranks and servers of tests that start at once: each is forked from a process that has all imported.
 
 Importing torch takes 1.5 seconds of processor time, and the tests start hundreds of engines. What runs in a fork is
 what `python -m MODULE` would run, with the same arguments, environment, folder and descriptors. Only its parent
@@ -10,16 +10,18 @@ import contextlib
 import json
 import os
 import selectors
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from quire.interfaces.launch import link
+from quire.runner.parallel import links
 from tests.forks.wire import Request, read, receive_number, send
 
 READ_EARLY = ("QUIRE_", "OMP_", "MKL_", "LD_", "PYTHONHASHSEED", "HF_", "NO_COLOR", "FORCE_COLOR")
@@ -90,14 +92,23 @@ class ForkServer:
 
     def start_engine(self, its: socket.socket) -> "Forked | subprocess.Popen[bytes]":
         """As link.start_process."""
+        module = "quire.engine.process.engine_process"
+        return self._fork(module, [str(its.fileno())], [its.fileno()]) or _start_unforked(its)
+
+    def start_child(
+        self, module: str, arguments: Sequence[str], descriptors: Sequence[int]
+    ) -> "Forked | subprocess.Popen[bytes]":
+        """As links.start_child."""
+        return self._fork(module, arguments, descriptors) or _start_child_unforked(module, arguments, descriptors)
+
+    def _fork(self, module: str, arguments: Sequence[str], descriptors: Sequence[int]) -> Forked | None:
+        """None if the environment of this process is not that of the fork server."""
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
         if not self.can_run(environment):
-            return _start_unforked(its)
+            return None
         with open(os.devnull, "rb") as nothing:
-            numbers = [0, 1, 2, its.fileno()]
-            arguments = [str(its.fileno())]
-            request = Request("quire.engine.process.engine_process", arguments, environment, os.getcwd(), numbers, True)
-            return Forked(self.ready(), request, [nothing.fileno(), 1, 2, its.fileno()])
+            request = Request(module, list(arguments), environment, os.getcwd(), [0, 1, 2, *descriptors], True)
+            return Forked(self.ready(), request, [nothing.fileno(), 1, 2, *descriptors])
 
 
 class _OwnServer(ForkServer):
@@ -126,6 +137,7 @@ class _OwnServer(ForkServer):
 
 _starting = threading.Lock()
 _start_unforked = link.start_process
+_start_child_unforked = links.start_child
 _server: ForkServer | None = None
 
 
@@ -134,6 +146,12 @@ def use(server: ForkServer) -> None:
     global _server
     _server = server
     link.start_process = server.start_engine
+
+
+def start() -> None:
+    """Start the fork server, which otherwise starts with the first fork."""
+    if _server is not None:
+        _server.ready()
 
 
 def run_quire(arguments: Sequence[str], output: int, environment: dict[str, str]) -> "Forked | subprocess.Popen[bytes]":
@@ -145,23 +163,40 @@ def run_quire(arguments: Sequence[str], output: int, environment: dict[str, str]
     return Forked(_server.ready(), request, [0, output, output])
 
 
+def command(folder: Path, environment: Mapping[str, str]) -> Path:
+    """Write the command `quire` into a folder that exists: with this environment it is forked if it can be."""
+    path = folder / "quire"
+    if _server is None or not _server.can_run(dict(environment)):
+        path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m quire "$@"\n')
+    else:
+        here = str(Path(__file__).parent)
+        code = f"import sys; sys.path[:0] = [{here!r}]; import command; command.main({_server.ready()!r}, sys.argv[1:])"
+        path.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, "-I", "-S", "-c", code])} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
 def children_of(pid: int) -> list[int]:
     """The processes that a process has started, or has had forked, and that have not ended."""
     with contextlib.suppress(OSError):
-        own = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        own = [int(child) for task in tasks for child in (task / "children").read_text().split()]
         return own if _server is None else own + json.loads(read(send(_server.ready(), pid)))
     return []
 
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-    """Meanwhile engines are forked. The fork server is started with the first of them."""
+    """Meanwhile engines are forked, and ranks of engines in this process. Those of an engine process are its children,
+    since the system ends them with it. The fork server is started with the first fork."""
     global _server
     with tempfile.TemporaryDirectory() as folder:
         server = _OwnServer(f"{folder}/socket", dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))))
         use(server)
+        links.start_child = server.start_child
         try:
             yield
         finally:
             _server, link.start_process = None, _start_unforked
+            links.start_child = _start_child_unforked
             server.end()

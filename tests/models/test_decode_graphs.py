@@ -65,28 +65,21 @@ class Decoding:
 
 @needs_native
 @torch.inference_mode()
-@pytest.mark.parametrize(
-    ("variant", "kv_cache_dtype"),
-    [
-        (variant, dtype)
-        for variant in VARIANTS
-        for dtype in ("auto", "int8")
-        if dtype == "auto" or variant not in LATENT
-    ],
-)
-def test_every_model_can_be_replayed(variant: str, kv_cache_dtype: str, save_checkpoint: Any) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_model_can_be_replayed(variant: str, save_checkpoint: Any) -> None:
     architecture, fields = VARIANTS[variant]
     folder, _ = save_checkpoint(architecture, **fields)
-    decoding = Decoding(ModelConfig.resolve(str(folder), dtype="float32"), 4, kv_cache_dtype)
-    seen = []
-    for running in [[0], [0, 1], [1, 0], [0, 1, 2, 3], [3, 2, 1], [2], *[[0, 1, 2], [3, 1]] * 14]:
-        sequences = decoding.step(running)
-        assert decoding.graphs.can_replay(sequences)
-        expected = decoding.called(sequences)
-        actual = decoding.graphs.logits(sequences)
-        assert torch.equal(actual, expected)
-        seen.append(actual[0].clone())
-    assert len({tuple(row.tolist()) for row in seen}) == len(seen), "every step should have logits of its own"
+    for kv_cache_dtype in ("auto",) if variant in LATENT else ("auto", "int8"):
+        decoding = Decoding(ModelConfig.resolve(str(folder), dtype="float32"), 4, kv_cache_dtype)
+        seen = []
+        for running in [[0], [0, 1], [1, 0], [0, 1, 2, 3], [3, 2, 1], [2], *[[0, 1, 2], [3, 1]] * 9]:
+            sequences = decoding.step(running)
+            assert decoding.graphs.can_replay(sequences)
+            expected = decoding.called(sequences)
+            actual = decoding.graphs.logits(sequences)
+            assert torch.equal(actual, expected)
+            seen.append(actual[0].clone())
+        assert len({tuple(row.tolist()) for row in seen}) == len(seen), "every step should have logits of its own"
 
 
 @needs_native

@@ -20,8 +20,10 @@ from quire.runner.parallel import executor as ranks_executor
 from quire.runner.parallel import links, rank_process
 from quire.runner.parallel.executor import RanksExecutor
 from quire.runner.parallel.messages import Failed, Step
+from tests import forks
 from tests.async_llm import door as door_module
 from tests.async_llm.door import Door
+from tests.forks import children_of
 from tests.kernels.isas import needs_native
 from tests.parallel.ranks import answers, in_threads
 
@@ -133,15 +135,6 @@ def test_a_rank_that_cannot_load_says_why(monkeypatch: pytest.MonkeyPatch) -> No
 # Ranks in processes
 
 
-def children_of(pid: int) -> list[int]:
-    """The processes that a process, which may have ended, has started."""
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except FileNotFoundError:
-        return []
-
-
 def is_gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -154,6 +147,20 @@ def wait_until_gone(pids: list[int]) -> None:
     while not all(map(is_gone, pids)):
         assert time.monotonic() < limit_s, "a rank stays behind"
         time.sleep(0.01)
+
+
+def disturbances(part: str) -> pytest.MarkDecorator:
+    """After how many tokens a part of an engine, or the engine, is killed or stopped. Each two of these three meet; all
+    three do in thorough tests."""
+
+    def case(after: int, whose: str, number: int, mark: str) -> Any:
+        marks = [getattr(pytest.mark, mark)] if mark else []
+        return pytest.param(after, whose, number, marks=marks, id=f"{after}-{whose}-{signal.Signals(number).name}")
+
+    kill, stop = signal.SIGKILL, signal.SIGSTOP
+    chosen = [(1, part, kill, ""), (20, part, stop, "slow"), (20, "engine", kill, "slow"), (1, "engine", stop, "slow")]
+    others = [(21 - after, whose, number, "thorough") for after, whose, number, _ in chosen]
+    return pytest.mark.parametrize(("after", "whose", "number"), [case(*each) for each in chosen + others])
 
 
 @pytest.fixture(scope="module")
@@ -176,11 +183,7 @@ async def restarted(door: Door, pid: int | None) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "stopped"]
-)
-@pytest.mark.parametrize("whose", ["rank", pytest.param("engine", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("after", [1, pytest.param(20, marks=pytest.mark.slow)])
+@disturbances("rank")
 def test_streams_go_on_when_a_rank_ends(door: Door, expected: Any, after: int, whose: str, number: int) -> None:
     requests = [({"prompt_token_ids": prompt}, its) for prompt, its in zip(PROMPTS, PARAMS, strict=True)]
     engine = door.llm.engine_pid
@@ -232,6 +235,7 @@ def test_a_rank_that_ends_in_a_phase_breaks_an_engine_in_the_callers_process(
     patience_s = 8.0 if action == "delay" else 60.0
     monkeypatch.setattr(ranks_executor, "PATIENCE_S", patience_s)
     monkeypatch.setitem(executors.EXECUTORS, "ranks", partial(RanksExecutor, launch=Dying))
+    forks.start()
     descriptors, children = len(os.listdir("/proc/self/fd")), children_of(os.getpid())
     if point == "weights.load":
         monkeypatch.setattr(links, "PATIENCE_S", patience_s)

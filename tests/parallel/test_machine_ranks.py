@@ -71,8 +71,10 @@ def test_formats_and_drafts_equal_one_process(given: dict[str, Any], num_ranks: 
     assert of_machines(prompts, params, tensor_parallel_size=num_ranks, **given) == expected
 
 
-@pytest.mark.sampled(12)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=[pytest.mark.thorough] * (i % 3 != 1)) for i, name in enumerate(VARIANTS)]
+)
 def test_families_equal_one_process(variant: str, save_checkpoint: Any) -> None:
     architecture, fields = VARIANTS[variant]
     folder, _ = save_checkpoint(architecture, **fields | {"vocab_size": 8192})
@@ -212,8 +214,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Door, int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("whose", ["first", "other", "engine"])
-@pytest.mark.parametrize("is_idle", [False, True])
+@pytest.mark.parametrize(
+    ("is_idle", "whose"),
+    [(False, "first"), (True, "other"), (False, "engine")]
+    + [
+        pytest.param(*each, marks=pytest.mark.thorough)
+        for each in ((True, "first"), (False, "other"), (True, "engine"))
+    ],
+)
 def test_streams_go_on_when_ranks_of_another_machine_end(
     served: tuple[Door, int], whose: str, number: int, is_idle: bool, expected: Any
 ) -> None:

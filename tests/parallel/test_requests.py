@@ -24,11 +24,13 @@ PARAMS = [
 TINY: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks_override": 40}
 
 
-@pytest.mark.parametrize("part", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_mixed_requests_in_a_small_cache_equal_one_process(part: int) -> None:
+@pytest.mark.parametrize(
+    ("part", "count"),
+    [pytest.param(0, 80, marks=pytest.mark.slow), (1, 40), pytest.param(0, 250, marks=pytest.mark.thorough)],
+)
+def test_mixed_requests_in_a_small_cache_equal_one_process(part: int, count: int) -> None:
     rng = random.Random(part)
     shared = [rng.randrange(3, mixed.VOCAB) for _ in range(mixed.LONGEST)]
-    count = 40 if part else 250
     # And twelve that start together, whatever grammars wait for, and grow to twice the cache.
     prompts = [[3 + i] * 15 for i in range(12)] + [mixed.any_prompt(rng, shared) for _ in range(count)]
     growing = SamplingParams(temperature=0, max_tokens=45, ignore_eos=True, logprobs=0)

@@ -24,12 +24,14 @@ from quire.runner.parallel.messages import Connection
 from quire.runner.parallel.pipeline import links, stage_process
 from quire.runner.parallel.pipeline.executor import PipelineExecutor
 from quire.runner.parallel.pipeline.messages import States
+from tests import forks
 from tests.async_llm import door as door_module
 from tests.async_llm.door import Door
+from tests.forks import children_of
 from tests.kernels.isas import needs_native
 from tests.models.adapters import make_tensors, tiny_sizes, write_adapter
 from tests.parallel.ranks import answers, in_threads
-from tests.parallel.test_faults import PARAMS, PROMPTS, TINY, children_of, restarted, wait_until_gone
+from tests.parallel.test_faults import PARAMS, PROMPTS, TINY, disturbances, restarted, wait_until_gone
 
 pytestmark = needs_native
 STAGES: dict[str, Any] = {**TINY, "pipeline_parallel_size": 2, "num_threads": 1}
@@ -259,11 +261,7 @@ def door() -> Iterator[Door]:
     wait_until_gone([pid, *pids])
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "stopped"]
-)
-@pytest.mark.parametrize("whose", ["stage", pytest.param("engine", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("after", [1, pytest.param(20, marks=pytest.mark.slow)])
+@disturbances("stage")
 def test_streams_go_on_when_a_stage_ends(door: Door, expected: Any, after: int, whose: str, number: int) -> None:
     requests = [({"prompt_token_ids": prompt}, its) for prompt, its in zip(PROMPTS, PARAMS, strict=True)]
     engine = door.llm.engine_pid
@@ -309,6 +307,7 @@ def test_a_stage_that_dies_in_a_phase_breaks_an_engine_in_the_callers_process(
 
     pipeline = partial(PipelineExecutor, executors.make_stage, launch=Dying)
     monkeypatch.setitem(executors.EXECUTORS, "pipeline", pipeline)
+    forks.start()
     descriptors, children = len(os.listdir("/proc/self/fd")), children_of(os.getpid())
     if point == "weights.load":
         with pytest.raises(EngineBrokenError, match="stage 0 was ended by SIGKILL"):

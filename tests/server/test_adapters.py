@@ -233,7 +233,9 @@ def test_an_adapter_that_is_unloaded_while_its_model_loads_is_not_found(server: 
 # Under load
 
 
-@pytest.mark.parametrize("num_turns", [4, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_turns", [4, pytest.param(32, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.thorough)]
+)
 def test_adapters_are_loaded_and_unloaded_while_others_stream(adapters: Path, num_turns: int) -> None:
     """No stream changes, those of an adapter that is unloaded end as they should, and nothing grows."""
     arguments = {

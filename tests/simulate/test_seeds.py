@@ -47,7 +47,13 @@ def tiny_limits(rng):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("first", range(0, NUM_SEEDS, CHUNK))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=[pytest.mark.thorough] * (first >= NUM_SEEDS // 2))
+        for first in range(0, NUM_SEEDS, CHUNK)
+    ],
+)
 def test_no_schedule_changes_an_output(first):
     preemptions = 0
     for seed in range(first, first + CHUNK):

@@ -22,7 +22,9 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest]:
 @pytest.mark.parametrize(("part", "format_name"), list(enumerate(FORMATS)))
 def test_no_drafter_changes_a_bit(part: int, format_name: str, adapters: list[LoRARequest]) -> None:
     policy = POLICIES[part % len(POLICIES)]
-    found = check(make_llm(format_name, scheduling_policy=policy), make_requests(40, part, adapters))
+    found = check(
+        make_llm(format_name, scheduling_policy=policy, num_gpu_blocks_override=12), make_requests(24, part, adapters)
+    )
     for name in DRAFTERS:
         assert found[name].num_drafts > 0, name
     assert found["wrong"].num_accepted <= 0.02 * found["wrong"].num_drafts, "but for samples that are not returned"

@@ -53,12 +53,17 @@ def check(folder: Path, head: Head, names: dict[str, str], format_name: str, num
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    ("head_name", "format_name"), [(head, format) for head in HEADS for format in FORMATS], ids=lambda name: name
+    ("head_name", "format_name"),
+    [
+        pytest.param(head, format, marks=[pytest.mark.thorough] * ((i + j) % 2), id=f"{head}-{format}")
+        for i, head in enumerate(HEADS)
+        for j, format in enumerate(FORMATS)
+    ],
 )
 def test_no_head_changes_a_bit(head_name: str, format_name: str, tmp_path: Path, adapters: list[LoRARequest]) -> None:
     make_head, names = HEADS[head_name]
     seed = list(FORMATS).index(format_name)
-    assert check(tmp_path, make_head(), names, format_name, 30, seed, adapters) > 60
+    assert check(tmp_path, make_head(), names, format_name, 16, seed, adapters) > 30
 
 
 @pytest.mark.thorough

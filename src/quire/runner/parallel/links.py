@@ -20,7 +20,7 @@ _TICK_S = 0.1
 PATIENCE_S = 120.0
 """How long rank 0 waits for a rank that makes no progress, before it gives the engine up. A server that has a shorter
 hang_timeout_s ends the engine sooner."""
-_EXIT_S = 2.0
+EXIT_S = 2.0
 """A rank ends when its socket is closed. After this time it is killed."""
 
 
@@ -62,7 +62,7 @@ class ChildProcess:
 def end_of(process: subprocess.Popen[bytes]) -> str:
     """Wait for the end of a process whose socket was closed, and force it after a while. Returns what was the end."""
     try:
-        status = process.wait(_EXIT_S)
+        status = process.wait(EXIT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         status = process.wait()
@@ -140,7 +140,7 @@ class Links:
             try:
                 connection.send_frame(frame)
             except OSError as error:
-                self._has_lost.wait(_EXIT_S)
+                self._has_lost.wait(EXIT_S)
                 raise EngineBrokenError(self.lost or f"a rank cannot be reached: {error}") from error
 
     def send_each(self, messages: Sequence[Message]) -> None:
@@ -172,7 +172,7 @@ class Links:
             except (OSError, ValueError) as error:
                 raise EngineBrokenError(f"rank {rank} sends nonsense: {error}") from error
             if message is None:
-                self._has_lost.wait(_EXIT_S)
+                self._has_lost.wait(EXIT_S)
                 raise EngineBrokenError(self.lost or f"rank {rank} has closed its socket")
             if not isinstance(message, Progress):
                 return message

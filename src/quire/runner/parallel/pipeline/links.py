@@ -12,7 +12,7 @@ from quire.common import liveness
 from quire.common.errors import EngineBrokenError, error_named
 from quire.common.log import logger
 from quire.models.decoder.model import Boundary
-from quire.runner.parallel.links import PATIENCE_S, ChildProcess, RankProcess, start_child
+from quire.runner.parallel.links import EXIT_S, PATIENCE_S, ChildProcess, RankProcess, start_child
 from quire.runner.parallel.messages import Connection, Done, Failed, Message, to_frame
 from quire.runner.parallel.pipeline.messages import FROM_STAGE, Beat, StageReady, States, StepFailed
 
@@ -196,7 +196,7 @@ class StageLinks:
         self.lost: str | None = None
         """What has become of one that has ended by itself."""
         self.when_lost: Callable[[], object] = lambda: None
-        self._what, self._is_closed = names[0], False
+        self._what, self._is_closed, self._has_lost = names[0], False, threading.Event()
         self._arrived = SimpleQueue[States | StepFailed | None]()
         self._links = [
             StageLink(f"{names[0]} {number}", source, boundary, max_rows)
@@ -225,6 +225,7 @@ class StageLinks:
         if self.lost is not None or self._is_closed:
             return
         self.lost = what
+        self._has_lost.set()
         logger.error("%s; without it this engine cannot go on", what)
         self._arrived.put(None)
         self.when_lost()
@@ -243,6 +244,7 @@ class StageLinks:
             try:
                 link.send(frame)
             except OSError as error:
+                self._has_lost.wait(EXIT_S)
                 raise EngineBrokenError(self.lost or f"{link.name} cannot be reached: {error}") from error
 
     def wait(self) -> list[StageReady | Failed]:

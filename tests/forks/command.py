@@ -1,0 +1,25 @@
+"""What a script named `quire` runs where a test lets a user's commands be forked: see `tests.forks.command`.
+
+It asks the fork server for `python -m quire` with its own arguments, environment, folder and descriptors, passes
+signals on, and ends as the fork does. It imports little, so that it takes hundredths of a second.
+"""
+
+import os
+import signal
+import sys
+
+from wire import Request, receive_number, send  # beside this file: the script has only this folder on its path
+
+
+def main(path: str, arguments: list[str]) -> None:
+    """Ask the fork server at `path`."""
+    request = Request("quire", arguments, dict(os.environ), os.getcwd(), [0, 1, 2], False)
+    connection = send(path, request, [0, 1, 2])
+    pid = receive_number(connection)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    status = os.waitstatus_to_exitcode(receive_number(connection))
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
