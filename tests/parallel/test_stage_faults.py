@@ -20,7 +20,7 @@ from quire.common.errors import EngineBrokenError, OutOfMemoryError
 from quire.common.faults import Fault, environment, inject
 from quire.models.decoder.model import Boundary
 from quire.runner import executor as executors
-from quire.runner.parallel.messages import Connection
+from quire.runner.parallel.messages import Connection, Done
 from quire.runner.parallel.pipeline import links, stage_process
 from quire.runner.parallel.pipeline.executor import PipelineExecutor
 from quire.runner.parallel.pipeline.messages import States
@@ -114,6 +114,24 @@ def test_an_interrupted_step_can_be_made_again(
     while engine.has_unfinished_requests():
         done |= {int(output.request_id): output.outputs for output in engine.step() if output.finished}
     assert [done[i] for i in range(3)] == [outputs for outputs, _, _ in expected]
+
+
+def test_a_stage_that_cannot_be_reached_is_reported_with_how_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_sending = threading.Event()
+
+    class Stage:
+        def end(self) -> str:
+            assert is_sending.wait(60)
+            return "was ended by signal 9"
+
+    def send(self: links.StageLink, frame: bytes) -> None:
+        is_sending.set()
+        raise BrokenPipeError
+
+    monkeypatch.setattr(links.StageLink, "send", send)
+    stages = links.StageLinks([None], 1, [lambda sock: Stage()])
+    with pytest.raises(EngineBrokenError, match="stage 0 was ended by signal 9"):
+        stages.send(Done())
 
 
 def answers_again(llm: LLM) -> None:
