@@ -189,6 +189,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "engine/test_failed_steps.py",
         "engine/test_logprobs.py",
     ),
+    "engine/step/in_flight.py": ("engine/test_steps_in_flight.py",),
     "engine/step/containment.py": ("engine/test_failure_isolator.py", *FAILURES),
     "kv/": ("kv",),
     "runner/sampling/": ("sampling",),
