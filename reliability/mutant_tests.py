@@ -21,7 +21,6 @@ CHECKPOINTS = (
     "models/test_loading.py",
     "engine/test_memory_plan.py",
 )
-COMPRESSED = ("models/test_compressed_refused.py", "models/test_compressed_tensors.py")
 FAILURES = ("engine/test_containment.py", "engine/test_broken_engines.py")
 REQUESTS = ("server/test_bad_input.py", "server/test_answers_bad_input.py")
 
@@ -86,15 +85,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         *SHARES,
     ),
     "config/cache.py": ("config/test_bounds.py",),
-    "config/quantization/__init__.py": (
-        "config/test_model_config.py",
-        "models/test_packed_integers.py",
-        *CHECKPOINTS,
-    ),
-    "config/quantization/compressed.py": COMPRESSED,
-    "config/quantization/float8.py": COMPRESSED,
-    "config/quantization/integers.py": ("models/test_packed_integers.py",),
-    "config/quantization/module_names.py": ("models/test_packed_integers.py", *COMPRESSED),
+    "config/quantization/": ("config/test_quantization.py", "config/test_compressed_quantization.py"),
     "config/checkpoint/": CHECKPOINTS,
     "config/checkpoint/draft_heads.py": ("speculation/test_heads.py", "speculation/test_mtp.py"),
     "config/checkpoint/gguf/": (
