@@ -46,6 +46,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "common/params/structural_tag.py": ("grammar/test_structural_tags.py", "config/test_structured_output_params.py"),
     "common/params/structured_outputs.py": ("config/test_structured_output_params.py",),
     "config/": ("config", "engine/test_memory_plan.py", "server/test_config.py"),
+    "config/__init__.py": ("test_compat.py::test_what_programs_import",),
     "config/checkpoint/architectures.py": ("config/test_architectures.py",),
     "config/args.py": (
         "config/test_engine_args.py",
@@ -92,7 +93,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         "config/test_gguf.py",
         "config/test_gguf_config.py",
         "config/test_gguf_wrong_tensors.py",
-        "models/test_gguf_architectures.py",
     ),
     "config/checkpoint/hf_names.py": ("config/test_hf_names.py", "config/test_runners.py"),
     "config/checkpoint/library.py": ("config/test_library.py",),
