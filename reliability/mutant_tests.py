@@ -94,6 +94,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         "config/test_gguf_config.py",
         "config/test_gguf_wrong_tensors.py",
     ),
+    "config/checkpoint/gguf/keys.py": ("config/test_gguf_keys.py",),
+    "config/checkpoint/gguf/rope.py": ("config/test_gguf_keys.py", "config/test_gguf_config.py"),
     "config/checkpoint/hf_names.py": ("config/test_hf_names.py", "config/test_runners.py"),
     "config/checkpoint/library.py": ("config/test_library.py",),
     "config/checkpoint/location.py": ("config/test_location.py",),
