@@ -92,6 +92,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "config/checkpoint/gguf/": (
         "config/test_gguf.py",
         "config/test_gguf_config.py",
+        "config/test_gguf_weights.py",
         "config/test_gguf_wrong_tensors.py",
     ),
     "config/checkpoint/gguf/keys.py": ("config/test_gguf_keys.py",),
