@@ -75,6 +75,14 @@ def test_a_batch_that_takes_all_others_is_not_limited():
     assert steps.share(None, harness.groups) is None
 
 
+def test_no_more_batches_are_planned_than_the_executor_computes_at_once():
+    harness = running(4)
+    steps = StepsInFlight(harness.requests, Ahead(2))
+    assert plan_all(harness, steps) == [[0, 1], [2, 3]]
+    harness.add([9])
+    assert not steps.has_room(None, harness.groups)
+
+
 def test_without_requests_one_batch_is_planned():
     harness = Harness()
     steps = StepsInFlight(harness.requests, Ahead(3))
@@ -111,6 +119,18 @@ def test_each_batch_is_submitted_once_and_the_oldest_is_executed_next():
         steps.submit()
         assert executor.steps[-1] == step + 3
     assert executor.steps == [2, 3, 4, 5, 6, 7]
+
+
+def test_a_batch_is_submitted_also_where_none_is_left():
+    harness = running(1)
+    steps = StepsInFlight(harness.requests, executor := Ahead(2))
+    for step in (2, 3, 4):
+        assert plan_all(harness, steps) == [[0]]
+        steps.submit()
+        assert executor.steps[-1] == step
+        batch = steps.oldest
+        steps.take()
+        harness.committer.commit(batch, harness.executor.execute(batch))
 
 
 def test_an_executor_of_one_batch_at_a_time_gets_nothing_in_advance():
