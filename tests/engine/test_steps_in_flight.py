@@ -139,7 +139,8 @@ def test_an_executor_of_one_batch_at_a_time_gets_nothing_in_advance():
     for step in (2, 3):
         assert plan_all(harness, steps) == [[0, 1]]
         steps.submit()
-        assert (batch := steps.oldest).step == step
+        batch = steps.oldest
+        assert batch.step == step
         steps.take()
         harness.committer.commit(batch, harness.executor.execute(batch))
 
