@@ -45,6 +45,11 @@ def test_how_integers_are_stored(stated, expected):
     assert read.scheme_of("anything") == expected
 
 
+def test_bits_have_no_default():
+    with refused(UnsupportedModelError, "config.json: weights of None bits; of this method Quire reads 4 and 8$"):
+        IntegerQuantization.read(section({"quant_method": "gptq"}))
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
