@@ -88,7 +88,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "config/cache.py": ("config/test_bounds.py",),
     "config/quantization/": ("config/test_quantization.py", "config/test_compressed_quantization.py"),
     "config/checkpoint/": CHECKPOINTS,
-    "config/checkpoint/draft_heads.py": ("speculation/test_heads.py", "speculation/test_mtp.py"),
+    "config/checkpoint/draft_heads.py": ("config/test_draft_heads.py", "config/test_speculators_heads.py"),
     "config/checkpoint/gguf/": (
         "config/test_gguf.py",
         "config/test_gguf_config.py",
