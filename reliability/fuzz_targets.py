@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from contextlib import contextmanager, redirect_stdout
 from functools import cache, partial
 from io import BytesIO, StringIO
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +22,7 @@ from uvicorn.server import ServerState
 
 from quire.cli.terminal import top
 from quire.common.errors import InvalidParamsError, QuireError, RequestError
-from quire.common.outputs import EngineStats
+from quire.common.outputs import AdapterStats, DraftStats, EngineStats
 from quire.common.params import SamplingParams
 from quire.engine.process.engine_process import read_messages
 from quire.engine.process.messages import (
@@ -35,7 +37,6 @@ from quire.engine.process.messages import (
     Start,
     StartFailed,
     StepDone,
-    ToClient,
     to_frame,
 )
 from quire.engine.view.cache_frame import BlockColumns, CacheEvent, CacheSetup, CacheUpdate, RequestRow
@@ -205,12 +206,8 @@ def messages(data: bytes) -> str:
 
 
 async def _read_as_client(pieces: Sequence[bytes]) -> list[bytes]:
-    client = EngineClient.__new__(EngineClient)
-    link = ProcessLink.__new__(ProcessLink)
-    link.reader = asyncio.StreamReader()
-    client._link, client._decoder = link, msgspec.msgpack.Decoder(ToClient)
-    client._is_heard = client._is_alive = False
-    client._progress = None
+    link: Any = SimpleNamespace(reader=asyncio.StreamReader(), pid=None, clock_s=ProcessLink.clock_s)
+    client = EngineClient(link, hang_timeout_s=None)
 
     async def feed() -> None:
         for piece in pieces:
@@ -232,8 +229,9 @@ def _messages_corpus() -> list[bytes]:
     params = msgspec.Raw(msgspec.msgpack.encode(SamplingParams(stop_token_ids=[1], logit_bias={5: 1.0})))
     rows = Rows(b"\1\0\0\0", b"\0\0\0\0", b"\1\0\0\0")
     sequence = SequenceDelta(0, [5], "stop", 5, rows)
-    counts: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
-    stats = EngineStats(**counts | {"prefix_cache": {"hit": 1}})
+    counts: dict[str, Any] = {each.name: 0 for each in dataclasses.fields(EngineStats) if each.type == "int"}
+    drafts = {"ngram": DraftStats([1], 2, 3)}
+    stats = EngineStats(**counts, prefix_cache={"hit": 1}, adapters={"a": AdapterStats(1)}, drafts=drafts)
     sent: list[Any] = [
         Start({"model": "quire-tiny", "max_model_len": 64}), AddRequest(1, "a", [5, 6], "salt", 1.0, False, params),
         AddScoring(2, "b", [5, 6], 1, ""), Abort(["a"]), SetCacheView(True), StartFailed("ConfigError", "no"),

@@ -41,6 +41,8 @@ TRUTH_S = 10.0
 """Seconds within which /health must report that an engine is dead or hangs."""
 NUM_CLIENTS = 8
 PROMPTS = ("def fibonacci(n):", "Once upon a time", "import os\n", "class Stack:\n")
+_HANG_TIMEOUT_S, _SLACK_S = 8.0, 5.0
+"""Limits where no others are given, of a machine that does nothing else."""
 _MARK = "QUIRE_CHAOS"
 _TOKENS = {"max_tokens": 400, "ignore_eos": True}
 KINDS: dict[str, dict[str, Any]] = {
@@ -315,8 +317,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200, metavar="N", help="processes to kill; more are stopped")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--hang-timeout-s", type=float, default=8.0)
-    parser.add_argument("--slack-s", type=float, default=5.0, help="seconds that recovery may take besides loading")
+    parser.add_argument("--hang-timeout-s", type=float, default=_HANG_TIMEOUT_S)
+    parser.add_argument(
+        "--slack-s", type=float, default=_SLACK_S, help="seconds that recovery may take besides loading"
+    )
     parser.add_argument("--record", action="store_true", help="write the result into docs/reliability.md")
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
@@ -332,7 +336,10 @@ def main() -> int:
             f"{row['health_s']['max']} s). The longest response took {row['longest_answer_s']} s. "
             f"Violations: {row['num_wrong']}."
         )
-        command = f"python -m reliability.kills --count {options.count} --seed {options.seed}"
+        limits = {"hang-timeout-s": options.hang_timeout_s, "slack-s": options.slack_s}
+        usual = {"hang-timeout-s": _HANG_TIMEOUT_S, "slack-s": _SLACK_S}
+        given = "".join(f" --{name} {value:g}" for name, value in limits.items() if value != usual[name])
+        command = f"python -m reliability.kills --count {options.count} --seed {options.seed}{given}"
         record("kills", command, [summary, "", *table(counts)])
     return 1 if row["num_wrong"] else 0
 

@@ -21,7 +21,6 @@ CHECKPOINTS = (
     "models/test_loading.py",
     "engine/test_memory_plan.py",
 )
-COMPRESSED = ("models/test_compressed_refused.py", "models/test_compressed_tensors.py")
 FAILURES = ("engine/test_containment.py", "engine/test_broken_engines.py")
 REQUESTS = ("server/test_bad_input.py", "server/test_answers_bad_input.py")
 
@@ -47,6 +46,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "common/params/structural_tag.py": ("grammar/test_structural_tags.py", "config/test_structured_output_params.py"),
     "common/params/structured_outputs.py": ("config/test_structured_output_params.py",),
     "config/": ("config", "engine/test_memory_plan.py", "server/test_config.py"),
+    "config/__init__.py": ("test_compat.py::test_what_programs_import",),
     "config/checkpoint/architectures.py": ("config/test_architectures.py",),
     "config/args.py": (
         "config/test_engine_args.py",
@@ -86,23 +86,20 @@ TESTS: dict[str, tuple[str, ...]] = {
         *SHARES,
     ),
     "config/cache.py": ("config/test_bounds.py",),
-    "config/quantization/__init__.py": (
-        "config/test_model_config.py",
-        "models/test_packed_integers.py",
-        *CHECKPOINTS,
-    ),
-    "config/quantization/compressed.py": COMPRESSED,
-    "config/quantization/float8.py": COMPRESSED,
-    "config/quantization/integers.py": ("models/test_packed_integers.py",),
-    "config/quantization/module_names.py": ("models/test_packed_integers.py", *COMPRESSED),
+    "config/quantization/": ("config/test_quantization.py", "config/test_compressed_quantization.py"),
     "config/checkpoint/": CHECKPOINTS,
-    "config/checkpoint/draft_heads.py": ("speculation/test_heads.py", "speculation/test_mtp.py"),
+    "config/checkpoint/draft_heads.py": ("config/test_draft_heads.py", "config/test_speculators_heads.py"),
     "config/checkpoint/gguf/": (
         "config/test_gguf.py",
         "config/test_gguf_config.py",
+        "config/test_gguf_weights.py",
         "config/test_gguf_wrong_tensors.py",
-        "models/test_gguf_architectures.py",
     ),
+    "config/checkpoint/gguf/hf_values.py": ("config/test_gguf_values.py", "config/test_gguf_wrong_tensors.py"),
+    "config/checkpoint/gguf/files.py": ("config/test_gguf.py",),
+    "config/checkpoint/gguf/header.py": ("config/test_gguf.py",),
+    "config/checkpoint/gguf/keys.py": ("config/test_gguf_keys.py",),
+    "config/checkpoint/gguf/rope.py": ("config/test_gguf_keys.py", "config/test_gguf_config.py"),
     "config/checkpoint/hf_names.py": ("config/test_hf_names.py", "config/test_runners.py"),
     "config/checkpoint/library.py": ("config/test_library.py",),
     "config/checkpoint/location.py": ("config/test_location.py",),
@@ -189,6 +186,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "engine/test_failed_steps.py",
         "engine/test_logprobs.py",
     ),
+    "engine/step/in_flight.py": ("engine/test_steps_in_flight.py",),
     "engine/step/containment.py": ("engine/test_failure_isolator.py", *FAILURES),
     "kv/": ("kv",),
     "runner/sampling/": ("sampling",),

@@ -21,6 +21,11 @@ def test_spoilt_input_is_taken_or_refused_as_promised(name):
     assert findings.refused > 0
 
 
+def test_each_message_is_read_by_the_engine_or_the_server():
+    target = TARGETS["messages"]
+    assert [target.run(message) for message in target.corpus()] == [""] * 9
+
+
 def test_what_is_found_is_kept(monkeypatch, tmp_path):
     def run(data: bytes) -> str:
         assert b"7" not in data, "a seven"

@@ -10,7 +10,7 @@ import pytest
 
 from quire.common.errors import CheckpointError, QuireError, UnsupportedModelError
 from quire.config.checkpoint.formats import open_checkpoint, weight_files
-from quire.config.checkpoint.gguf.files import models_in, only_model, read_gguf
+from quire.config.checkpoint.gguf.files import is_gguf, models_in, only_model, read_gguf
 from quire.config.checkpoint.gguf.header import Array, read_header
 from quire.config.checkpoint.gguf.weights import open_gguf
 from quire.config.model import ModelConfig
@@ -292,6 +292,52 @@ def test_a_folder_may_hold_one_model_or_a_name_chooses(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "deep.gguf").touch()
     assert (len(models_in(tmp_path)), len(models_in(tmp_path, recursive=True))) == (12, 13)
+
+
+def test_a_model_of_one_file_may_say_so(tmp_path: Path) -> None:
+    for i, split in enumerate(
+        ({"split.count": 1, "split.no": 0}, {"split.count": 0}, {"split.count": 1, "split.no": 3})
+    ):
+        write_gguf(tmp_path / f"{i}.gguf", LLAMA | split, [TABLE])
+        assert list(read_gguf(tmp_path / f"{i}.gguf").tensors) == ["token_embd.weight"]
+    write_gguf(tmp_path / "2.gguf", LLAMA | {"split.count": 2}, [TABLE])
+    message = r"2\.gguf says that it is part 0 \(from 0\) of 2, but its name says part 0 of 1: the parts"
+    with pytest.raises(CheckpointError, match=message):
+        read_gguf(tmp_path / "2.gguf")
+
+
+def test_parts_say_which_they_are_and_need_not_say_how_many_tensors_there_are(tmp_path: Path) -> None:
+    paths = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
+    for i, path in enumerate(paths):
+        write_gguf(path, {"split.no": i, "split.count": 2}, [Stored(str(i))])
+    model = read_gguf(paths[1])
+    assert (list(model.tensors), model.metadata.source) == (["0", "1"], str(paths[0]))
+    write_gguf(paths[1], {}, [Stored("1")])
+    with pytest.raises(CheckpointError, match=r"says that it is part 0 \(from 0\) of 1, but its name says part 1 of 2"):
+        read_gguf(paths[0])
+
+
+def test_a_whole_name_goes_before_the_end_of_one(tmp_path: Path) -> None:
+    for name in ("tiny", "big-tiny", "small.tiny", "mytiny", *"abcd"):
+        (tmp_path / f"{name}.gguf").touch()
+    assert only_model(tmp_path, "TINY") == only_model(tmp_path, "tiny.GGUF") == tmp_path / "tiny.gguf"
+    (tmp_path / "tiny.gguf").unlink()
+    message = r"has 2 GGUF models named 'tiny' \(there are a\.gguf, .*, small\.tiny\.gguf\): give the path of one"
+    with pytest.raises(CheckpointError, match=message):
+        only_model(tmp_path, "tiny")
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e" / "e.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"d\.gguf, e/e\.gguf, mytiny\.gguf, small\.tiny\.gguf\): give"):
+        only_model(tmp_path, recursive=True)
+    (tmp_path / "f.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"mytiny\.gguf and others\): give"):
+        only_model(tmp_path, recursive=True)
+
+
+def test_a_folder_is_not_a_gguf_file(tmp_path: Path) -> None:
+    (tmp_path / "folder.gguf").mkdir()
+    names = ("folder.gguf", "m.gguf", "m.GGUF", "m.safetensors")
+    assert [name for name in names if is_gguf(tmp_path / name)] == ["m.gguf", "m.GGUF"]
 
 
 # Tensors

@@ -2,8 +2,8 @@
 
 import pytest
 
-from quire.common.errors import CheckpointError
-from quire.config.checkpoint.hf_names import standard_names
+from quire.common.errors import CheckpointError, UnsupportedModelError
+from quire.config.checkpoint.hf_names import standard_names, stated_values
 from quire.config.hf_config import HFConfig
 
 
@@ -54,6 +54,12 @@ def test_the_text_part_is_read_and_values_beside_it_count_first():
     assert standard(**values) == values, "as a checkpoint that Quire saved"
 
 
+def test_a_text_part_may_have_been_taken_out():
+    saved = {"architectures": ["Gemma3ForConditionalGeneration"], "hidden_size": 8}
+    assert standard(**saved, text_config={})["hidden_size"] == 8
+    assert standard(**saved)["vocab_size"] == 262208
+
+
 def test_a_nested_config_without_its_text_part_is_incomplete():
     with pytest.raises(CheckpointError, match=r"config.json has no 'text_config': this checkpoint is incomplete"):
         standard(architectures=["Mistral3ForConditionalGeneration"])
@@ -68,6 +74,24 @@ def test_a_text_part_within_the_text_part_is_refused():
 
 def test_types_of_layers_are_a_list():
     for given in (3, "full_attention", {"0": "full_attention"}, True):
-        with pytest.raises(CheckpointError, match=r"config.json: 'layer_types' is .*, but must be a list"):
+        with pytest.raises(CheckpointError) as raised:
             standard(architectures=["LlamaForCausalLM"], layer_types=given)
+        message = f"config.json: 'layer_types' is {str(given)!r}, but must be a list of types of layers"
+        assert str(raised.value) == message
+    with pytest.raises(CheckpointError, match="'layer_types' is '" + "x" * 80 + "', but"):
+        standard(layer_types="x" * 99)
     assert standard(architectures=["LlamaForCausalLM"], layer_types=None)["layer_types"] is None
+
+
+def test_types_of_layers_are_those_that_quire_has():
+    known = ["full_attention", "sliding_attention", "full_attention"]
+    assert standard(layer_types=known)["layer_types"] == known
+    message = r"^config.json: layer_types \['3', 'a', 'b'\]: supported are full_attention, sliding_attention$"
+    with pytest.raises(UnsupportedModelError, match=message):
+        standard(layer_types=["b", *known, 3, "a", "b"])
+
+
+@pytest.mark.parametrize("named", [None, [], [1], "RobertaModel", {"RobertaModel": 1}])
+def test_without_the_name_of_an_architecture_values_are_as_they_are(named):
+    given = {"architectures": named, "max_position_embeddings": 514}
+    assert standard(**given) == stated_values(HFConfig(given, "config.json")) == given

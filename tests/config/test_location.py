@@ -9,7 +9,7 @@ import pytest
 
 from quire.common.errors import CheckpointError, ConfigError
 from quire.config.args import EngineArgs
-from quire.config.checkpoint.location import Location
+from quire.config.checkpoint.location import Location, adapter_folder, is_downloadable
 from quire.config.model import ModelConfig
 from tests.config.gguf_file import model_bytes
 
@@ -151,3 +151,115 @@ def test_other_vocabularies_are_downloaded_where_there_is_no_tokenizer_json(
     assert {path.name for path in tmp_path.iterdir()} == expected | {"model.safetensors"}
     (tmp_path / "modules.json").touch()
     assert Location("org/model").complete(tmp_path) == tmp_path
+
+
+@pytest.fixture
+def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """What the hub is asked for; each download brings what is in the folder already."""
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def download(name: str, *, tqdm_class: type, **options: Any) -> str:
+        assert isinstance(tqdm_class, type)
+        asked.append((name, options))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return asked
+
+
+CONFIGS = ["*.json", "*.jinja"]
+OTHERS = ["*/*", "consolidated*", "*.bin.index.json"]
+VOCABULARIES = ["tekken.json", "*.model", "*.tiktoken", "*.txt"]
+
+
+def asks(patterns: list[str], others: list[str]) -> tuple[str, dict[str, Any]]:
+    options = {"revision": "v2", "cache_dir": "cache", "allow_patterns": patterns, "ignore_patterns": others}
+    return "org/model", options
+
+
+def test_what_the_hub_is_asked_for(tmp_path: Path, downloads: list[tuple[str, dict[str, Any]]]) -> None:
+    location = Location("org/model", None, "v2", "cache")
+    for file in ("config.json", "tokenizer.json"):
+        (tmp_path / file).touch()
+    assert location.find() == tmp_path
+    assert location.tokenizer() == tmp_path
+    assert location.complete(tmp_path) == tmp_path
+    (tmp_path / "modules.json").touch()
+    assert location.complete(tmp_path) == tmp_path
+    whole = asks([*CONFIGS, "*.safetensors", "model.safetensors.index.json"], OTHERS + VOCABULARIES)
+    modules = asks(["[0-9]*_*/config.json", "[0-9]*_*/model.safetensors"], [])
+    assert downloads == [
+        asks(["config.json"], OTHERS),
+        asks(CONFIGS, OTHERS + VOCABULARIES),
+        whole,
+        whole,
+        modules,
+    ]
+
+
+def test_a_gguf_file_and_a_folder_are_complete(tmp_path: Path, downloads: list[tuple[str, dict[str, Any]]]) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(model_bytes())
+    assert Location("org/model:Q8_0").complete(path) == path
+    assert Location(str(tmp_path)).complete(tmp_path) == tmp_path
+    assert downloads == []
+
+
+def test_the_tokenizer_of_a_gguf_file_of_the_hub_is_in_the_file(hub: list[list[str]], tmp_path: Path) -> None:
+    assert Location("org/tiny-GGUF:Q8_0").tokenizer() == tmp_path / "cache" / HUB[1]
+
+
+def test_an_adapter_is_a_folder_or_two_files_of_the_hub(
+    tmp_path: Path, downloads: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert adapter_folder("org/adapter") == tmp_path
+    files = ["adapter_config.json", "adapter_model.safetensors"]
+    options = {"revision": None, "cache_dir": None, "allow_patterns": files, "ignore_patterns": OTHERS}
+    assert downloads == [("org/adapter", options)]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "adapter").mkdir(parents=True)
+    assert adapter_folder("org/adapter") == tmp_path / "org" / "adapter"
+    assert adapter_folder("org/adapter:x") == tmp_path / "org" / "adapter:x"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert adapter_folder("~/adapter") == tmp_path / "adapter"
+    assert len(downloads) == 1
+
+
+def test_what_is_downloaded_is_an_id_of_the_hub_and_nothing_that_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "here").mkdir(parents=True)
+    names = ("org/model", "org/model:Q4_K_M", "org/here", "quire-tiny", "model", "a/b/c", "-a/b", "~/model")
+    assert [name for name in names if is_downloadable(name)] == ["org/model", "org/model:Q4_K_M"]
+
+
+def test_paths_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.json").touch()
+    assert Location("~/model").find() == Location("~/model").tokenizer() == folder
+
+
+def test_the_nearest_embedded_checkpoint_is_named() -> None:
+    message = (
+        r"no folder or file 'quire-tini', did you mean 'quire-tiny'.*\(allowed: a folder, .*or quire-tiny, quire-dr"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        Location("quire-tini").find()
+
+
+@pytest.mark.parametrize(("number", "rest"), [(12, ": name one"), (13, " and others: name one")])
+def test_a_message_names_twelve_files(hub: list[list[str]], number: int, rest: str, monkeypatch: Any) -> None:
+    asked = []
+
+    def files(api: Any, name: str, *, revision: str | None) -> list[str]:
+        asked.append((name, revision))
+        return [f"{i}.gguf" for i in range(number)]
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", files)
+    for location in (Location("org/tiny-GGUF", None, "v2"), Location("org/tiny-GGUF:Q1", None, "v2")):
+        with pytest.raises(CheckpointError, match=rf"; it has 0\.gguf, 1\.gguf, .*11\.gguf{rest}"):
+            location.find()
+    assert asked == [("org/tiny-GGUF", "v2")] * 2

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire.common.errors import CheckpointError, ConfigError
-from quire.config.checkpoint.hf_names import standard_names
+from quire.config.checkpoint.hf_names import standard_names, stated_values
 from quire.config.checkpoint.runners import MODULES_FILE, find_runner
 from quire.config.hf_config import HFConfig, read_json_list
 from quire.config.kv_cache import LatentSpec
@@ -21,6 +21,9 @@ DECODER, ENCODER = "LlamaForCausalLM", "BertModel"
         (DECODER, ("generate", "none"), ("generate", "none")),
         (DECODER, ("pooling", "auto"), ("pooling", "embed")),
         (DECODER, ("auto", "reward"), ("pooling", "reward")),
+        (DECODER, ("auto", "none"), ("generate", "none")),
+        (DECODER, ("generate", "auto"), ("generate", "none")),
+        (DECODER, ("pooling", "classify"), ("pooling", "classify")),
         (ENCODER, ("auto", "auto"), ("pooling", "none")),
         (ENCODER, ("pooling", "none"), ("pooling", "none")),
     ],
@@ -33,6 +36,7 @@ def test_a_decoder_with_modules_pools(tmp_path: Path) -> None:
     (tmp_path / MODULES_FILE).write_text("[]")
     assert find_runner(DECODER, tmp_path, "auto", "auto") == ("pooling", "embed")
     assert find_runner(DECODER, tmp_path, "generate", "auto") == ("generate", "none")
+    assert find_runner(DECODER, tmp_path, "auto", "none") == ("generate", "none")
 
 
 @pytest.mark.parametrize(
@@ -42,8 +46,8 @@ def test_a_decoder_with_modules_pools(tmp_path: Path) -> None:
         (ENCODER, ("auto", "embed"), "pools as it is"),
         (DECODER, ("generate", "embed"), "is for pooling"),
         (DECODER, ("pooling", "none"), "must be converted"),
-        (DECODER, ("draft", "auto"), "runner='draft'"),
-        (DECODER, ("auto", "draft"), "convert='draft'"),
+        (DECODER, ("draft", "auto"), "^runner='draft'"),
+        (DECODER, ("auto", "draft"), "^convert='draft'"),
     ],
 )
 def test_what_an_architecture_cannot_be_used_for(architecture, given, words, tmp_path: Path) -> None:
@@ -51,9 +55,26 @@ def test_what_an_architecture_cannot_be_used_for(architecture, given, words, tmp
         find_runner(architecture, tmp_path, *given)
 
 
-def test_positions_of_roberta_begin_behind_the_padding() -> None:
-    given = {"architectures": ["RobertaModel"], "max_position_embeddings": 514, "pad_token_id": 1}
-    assert standard_names(HFConfig(given, "c"))["max_position_embeddings"] == 512
+@pytest.mark.parametrize(
+    ("padding", "length"),
+    [({"pad_token_id": 1}, 512), ({}, 512), ({"pad_token_id": 0}, 513), ({"pad_token_id": 3}, 510)],
+)
+def test_positions_of_roberta_begin_behind_the_padding(padding, length) -> None:
+    given = {"architectures": ["RobertaModel"], "max_position_embeddings": 514, **padding}
+    standard = standard_names(HFConfig(given, "c"))
+    assert (standard["max_position_embeddings"], standard.source) == (length, "c")
+    assert stated_values(standard) == given, "as it is saved"
+
+
+def test_positions_of_other_encoders_begin_at_the_first() -> None:
+    given = {"architectures": ["BertModel"], "max_position_embeddings": 512, "pad_token_id": 1}
+    standard = standard_names(HFConfig(given, "c"))
+    assert dict(standard) == stated_values(standard) == given
+
+
+def test_positions_of_roberta_have_a_number() -> None:
+    with pytest.raises(CheckpointError, match=r"^c has no 'max_position_embeddings'"):
+        standard_names(HFConfig({"architectures": ["RobertaModel"]}, "c"))
 
 
 def test_a_list_in_json_must_be_one(tmp_path: Path) -> None:

@@ -99,7 +99,6 @@ END = {"type": "token", "token": 2}
         (listed(at_least_one=True), [TWO], [""]),
         (listed(stop_after_first=True), ["", ONE], [f"{ONE}, {TWO}"]),
     ],
-    ids=str,
 )  # fmt: skip
 def test_each_format_allows_its_texts(allows, form, good, bad) -> None:
     given = {"type": "structural_tag", "format": form}
@@ -139,6 +138,7 @@ def test_a_masked_model_writes_tags() -> None:
     [
         ("{", "Input data was truncated"),
         ("[]", "Expected `object`, got `array`"),
+        ("5", "Expected `object`, got `int`"),
         (
             {},
             "missing required field `structures`; give either 'format', of the types const_string, json_schema, regex",
@@ -153,9 +153,11 @@ def test_a_masked_model_writes_tags() -> None:
         ({"format": {"type": "token", "token": -1}}, "at `$.format.token`"),
         ({"format": {"type": "sequence", "elements": []}}, "at `$.format.elements`"),
         ({"format": {"type": "sequence", "elements": [ANY, AS_CITY]}}, "any_text and triggered_tags must be the last"),
+        ({"format": {"type": "sequence", "elements": [NUMBER, ANY, NUMBER]}}, "any_text and triggered_tags must be"),
         ({"format": tag(content=triggered())}, "the content of a tag must not be endless"),
         ({"format": tag(content={"type": "or", "elements": [NUMBER, ANY]})}, "must not be endless"),
         ({"format": tag(content={"type": "sequence", "elements": [NUMBER, ANY]})}, "must not be endless"),
+        ({"format": tag(content={"type": "sequence", "elements": [NUMBER, NUMBER, ANY]})}, "must not be endless"),
         ({"format": tag(content=ANY, end="")}, "any_text with an end that is not empty"),
         ({"format": triggered(triggers=["<a"])}, "tags[1].begin must begin with exactly one of the triggers"),
         ({"format": triggered(triggers=["<a", "<a>", "[b"])}, "tags[0].begin must begin with exactly one"),
@@ -166,7 +168,6 @@ def test_a_masked_model_writes_tags() -> None:
         (OLD_FORM | {"structures": [{"begin": "<f=", "end": ""}]}, "missing required field `schema`"),
         (OLD_FORM | {"more": 1}, "unknown field `more`"),
     ],
-    ids=str,
 )
 def test_refused_when_made(given, message) -> None:
     with pytest.raises(InvalidParamsError) as raised:

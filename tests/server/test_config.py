@@ -259,6 +259,13 @@ def test_models_that_cannot_be_are_refused(tmp_path, text, models, message):
 def test_a_model_given_twice_must_be_the_same():
     with pytest.raises(ConfigError, match="two models are given, 'a' and 'b': give one"):
         merge_args(None, {"model": "b"}, ["a"])
+    with pytest.raises(ConfigError, match="two models are given, 'a' and 'c': give one"):
+        merge_args(None, {"model": "c"}, ["a", "c"])
+
+
+def test_an_engines_argument_of_vllm_without_effect_is_taken():
+    _, (spec,) = merge_args(None, {"enable_sleep_mode": False})
+    assert spec.engine == EngineArgs()
 
 
 def test_the_format_of_a_templates_content_is_one_of_three():

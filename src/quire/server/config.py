@@ -312,7 +312,7 @@ def _read_config_file(path: Path) -> dict[str, Any]:
 
 def describe_args(args: ServerArgs, *models: ModelSpec) -> str:
     """The arguments that are not at their defaults, a line each as in a configuration file; keys are left out."""
-    lines = [f"{name}: {value}" for name, value in _changed([args, *(spec.engine for spec in models[:1])])]
+    lines = [f"{name}: {value}" for name, value in _changed([args, *(spec.engine for spec in models)])]
     if len(models) > 1:
         lines = [f"{name}: {value}" for name, value in _changed([args])] + ["models:"]
         for spec in models:

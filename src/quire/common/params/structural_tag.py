@@ -100,8 +100,8 @@ class TriggeredTags(_Struct, frozen=True, tag="triggered_tags"):
 
     def __post_init__(self) -> None:
         for i, tag in enumerate(self.tags):
-            begin = tag.begin if isinstance(tag.begin, str) else ""
-            if sum(begin.startswith(trigger) for trigger in self.triggers) != 1:
+            begin = tag.begin
+            if sum(isinstance(begin, str) and begin.startswith(trigger) for trigger in self.triggers) != 1:
                 raise ValueError(f"tags[{i}].begin must begin with exactly one of the triggers")
 
 

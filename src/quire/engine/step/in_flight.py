@@ -71,7 +71,6 @@ class StepsInFlight:
 
     def take(self) -> None:
         """The oldest one has been executed, and is committed now."""
-        self._failed = None
         self._batches.popleft()
         self._num_submitted = max(0, self._num_submitted - 1)
 
