@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -130,7 +131,7 @@ def test_a_stage_that_cannot_be_reached_is_reported_with_how_it_has_ended(monkey
 
     monkeypatch.setattr(links.StageLink, "send", send)
     stages = links.StageLinks([None], 1, [lambda sock: Stage()])
-    with pytest.raises(EngineBrokenError, match="stage 0 was ended by signal 9"):
+    with closing(stages), pytest.raises(EngineBrokenError, match="stage 0 was ended by signal 9"):
         stages.send(Done())
 
 
