@@ -146,6 +146,10 @@ static void expand_tile(const float* t, int64_t t_stride, const T* panel, int64_
       for (int g = 0; g < kVectorsAtOnce; ++g) acc[r][g] = set1(0);
     }
     for (int64_t i = 0; i < rank; ++i) {
+      if constexpr (R == 1) {
+        const char* line = reinterpret_cast<const char*>(panel + i * kPanelColumns + column);
+        __builtin_prefetch(line + kLoraBytesAhead, 0, 2);
+      }
       f32 weights[kVectorsAtOnce];
       QUIRE_UNROLL
       for (int g = 0; g < kVectorsAtOnce; ++g) weights[g] = load(panel + i * kPanelColumns + column + g * W);
