@@ -12,12 +12,22 @@ from wire import Request, receive_number, send  # beside this file: the script h
 
 
 def main(path: str, arguments: list[str]) -> None:
-    """Ask the fork server at `path`."""
+    """Ask the fork server at `path`. Signals that come before the fork has a number are passed on then."""
+    pid, pending = 0, list[int]()
+
+    def pass_on(number: int, _: object) -> None:
+        if pid:
+            os.kill(pid, number)
+        else:
+            pending.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, pass_on)
     request = Request("quire", arguments, dict(os.environ), os.getcwd(), [0, 1, 2], False)
     connection = send(path, request, [0, 1, 2])
     pid = receive_number(connection)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: os.kill(pid, number))
+    for number in pending:
+        os.kill(pid, number)
     status = os.waitstatus_to_exitcode(receive_number(connection))
     if status < 0:
         signal.signal(-status, signal.SIG_DFL)

@@ -50,10 +50,15 @@ class _Listening:
                 return None
 
     def _answer(self, connection: socket.socket) -> tuple[Request, list[int]] | None:
-        message, descriptors = receive(connection)
+        """Whoever asks may have been ended meanwhile: then what it has asked for ends too."""
+        try:
+            message, descriptors = receive(connection)
+        except (OSError, ValueError):
+            connection.close()
+            return None
         if isinstance(message, int):
             found = [pid for pid, (asked, _) in self._running.items() if asked == message]
-            with connection:
+            with connection, contextlib.suppress(BrokenPipeError):
                 connection.sendall(json.dumps(found).encode())
             return None
         (asking,) = struct.unpack("i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4])
@@ -63,7 +68,10 @@ class _Listening:
         for descriptor in descriptors:
             os.close(descriptor)
         self._running[pid] = asking, connection
-        send_number(connection, pid)
+        try:
+            send_number(connection, pid)
+        except OSError:
+            os.kill(pid, signal.SIGTERM)
         return None
 
     def _reap(self) -> None:
@@ -71,7 +79,7 @@ class _Listening:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 return
-            with self._running.pop(pid)[1] as connection, contextlib.suppress(BrokenPipeError):
+            with self._running.pop(pid)[1] as connection, contextlib.suppress(OSError):
                 send_number(connection, status)
 
 
