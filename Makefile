@@ -7,7 +7,7 @@ VENV ?= .venv
 # an index of torch builds without CUDA, where the configured one would bring CUDA along (see README.md)
 TORCH_INDEX ?=
 # processes the tests run in, and further arguments: make test ARGS="tests/kv -k fork"
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 ARGS ?=
 # `worksteal` gives each process tests that lie together and share fixtures, and evens out what is left at the end
 PYTEST_ARGS := -n $(TEST_PROCESSES) --dist worksteal
