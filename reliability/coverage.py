@@ -3,8 +3,7 @@
     python -m reliability.coverage [--all] [--record] [pytest's arguments]
 
 pyproject.toml names the files ([tool.coverage]). With `--all` every test of `make test-all` runs, once. Only the tests
-chosen here are measured, with or without `--all`, because Python code takes twice as long while it is measured; for the
-same reason the files are loaded first, and what pytest does before, between and after those tests is not measured.
+chosen here are measured, with or without `--all`, because Python code takes twice as long while it is measured.
 Prints one JSON line; the exit status is 0 if all tests pass and every statement and branch is taken.
 """
 
@@ -23,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import coverage
 import pytest
 
 from reliability.page import record, table
@@ -67,6 +67,9 @@ LONG = (
 )  # fmt: skip
 """Parts of the names of slow tests that cover no branch which the other tests do not cover."""
 
+IMPORTED = ("torch", "starlette.applications", "huggingface_hub", "tokenizers", "uvicorn")
+"""Packages that the files import and that take seconds to load, twice as many while they are measured."""
+
 
 def is_measured(test: str) -> bool:
     """Whether the test with this pytest id is one of those that take the branches."""
@@ -74,25 +77,44 @@ def is_measured(test: str) -> bool:
     return chosen and not any(part in test for part in LONG)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Where pytest has this module as a plugin: load the files while all is measured, and pause until a chosen test."""
-    for path in wanted_files():
-        importlib.import_module(".".join(Path(path).relative_to("src").with_suffix("").parts).removesuffix(".__init__"))
-    _measure(session.config, False)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Where pytest has this module as a plugin, and this process runs tests itself: measure those that are chosen."""
+    if not early_config.known_args_namespace.numprocesses or "PYTEST_XDIST_WORKER" in os.environ:
+        early_config.pluginmanager.register(Measurement())
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Measure a chosen test with its fixtures. Chosen tests lie together, so this seldom changes anything."""
-    _measure(item.config, is_measured(item.nodeid))
-    return (yield)
+class Measurement:
+    """A plugin of pytest that measures the chosen tests. pytest-cov cannot be paused in processes of xdist:
+    it begins twice there, and what one pauses the other resumes."""
 
+    def __init__(self) -> None:
+        """Load the files while they are measured, but not what they import of others."""
+        self._coverage = coverage.Coverage(config_file=str(ROOT / "pyproject.toml"), data_suffix=True)
+        self._is_on = False
+        for name in IMPORTED:
+            importlib.import_module(name)
+        self._measure(True)
+        for path in wanted_files():
+            name = ".".join(Path(path).relative_to("src").with_suffix("").parts)
+            importlib.import_module(name.removesuffix(".__init__"))
+        self._measure(False)
 
-def _measure(config: pytest.Config, wanted: bool) -> None:
-    plugin: Any = config.pluginmanager.getplugin("_cov")
-    if plugin.cov_controller.started != wanted:
-        (plugin.cov_controller.resume if wanted else plugin.cov_controller.pause)()
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Measure a chosen test with its fixtures. Chosen tests lie together, so this seldom changes anything."""
+        self._measure(is_measured(item.nodeid))
+        return (yield)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        """Write what was measured into a file of this process, beside the others' files."""
+        self._measure(False)
+        self._coverage.save()
+
+    def _measure(self, wanted: bool) -> None:
+        if wanted != self._is_on:
+            (self._coverage.start if wanted else self._coverage.stop)()
+            self._is_on = wanted
 
 
 def wanted_files(root: Path = ROOT) -> list[str]:
@@ -100,6 +122,17 @@ def wanted_files(root: Path = ROOT) -> list[str]:
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = project["tool"]["coverage"]["run"]["include"]
     return sorted(str(path.relative_to(root)) for pattern in patterns for path in root.glob(pattern))
+
+
+def combined(data_file: Path) -> dict[str, Any]:
+    """Return coverage.py's JSON report of what processes have measured into files whose names begin so. Raises
+    coverage.CoverageException if there are none."""
+    measured = coverage.Coverage(config_file=str(ROOT / "pyproject.toml"), data_file=str(data_file))
+    measured.combine()
+    path = data_file.with_suffix(".json")
+    measured.json_report(outfile=str(path))
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return report
 
 
 def gaps(report: dict[str, Any], wanted: list[str]) -> Iterator[str]:
@@ -137,16 +170,13 @@ def main() -> int:
     options, others = parser.parse_known_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "coverage.json"
         command = [sys.executable, "-m", "pytest", "--hypothesis-profile=all", "-m", "not thorough"]
-        command += ["-p", "reliability.coverage", "--cov", f"--cov-report=json:{path}", *others]
+        command += ["-p", "reliability.coverage", *others]
         if not options.all:
             command += [*TESTS, "-k", f"not ({' or '.join(LONG)})"]
         environment = {"CI": "true"} | os.environ | {"COVERAGE_FILE": str(Path(folder) / "data")}
         status = subprocess.run(command, cwd=ROOT, env=environment).returncode
-        if not path.exists():
-            return status or 1
-        report = json.loads(path.read_text())
+        report = combined(Path(folder) / "data")
     wanted = wanted_files()
     missed = list(gaps(report, wanted))
     print(*missed, sep="\n", end="\n" if missed else "")

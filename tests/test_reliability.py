@@ -18,7 +18,7 @@ import pytest
 import quire
 from reliability import digest, sanitized_site
 from reliability.answers import Answer
-from reliability.coverage import gaps, wanted_files
+from reliability.coverage import combined, gaps, wanted_files
 from reliability.overload import Load
 from reliability.page import record, recorded_rows, table
 from reliability.served import Exchange, Resources
@@ -247,3 +247,23 @@ def test_one_bit_of_one_log_probability_changes_the_digest_and_a_missing_section
         "y: only in the old report",
         "z: only in the new report",
     ]
+
+
+def test_only_chosen_tests_are_measured_in_each_process(tmp_path: Path) -> None:
+    """Measured, Python code takes twice as long."""
+    (tmp_path / "plugin.py").write_text(
+        "from reliability import coverage\n"
+        "coverage.IMPORTED, coverage.wanted_files = (), lambda: ['src/quire/kv/place.py']\n"
+        "from reliability.coverage import pytest_load_initial_conftests\n"
+    )
+    for folder, expected in (("kv", "is not None"), ("cli", "is None")):
+        (tmp_path / "tests" / folder).mkdir(parents=True)
+        (tmp_path / "tests" / folder / f"test_{folder}.py").write_text(
+            f"import sys\ndef test_it():\n    assert sys.gettrace() {expected}\n"
+        )
+    data = tmp_path / "data"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "COVERAGE_FILE": str(data)}
+    command = [sys.executable, "-m", "pytest", "-p", "plugin", "-n", "1", "--rootdir", str(tmp_path), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
+    assert combined(data)["files"].keys() == {"src/quire/kv/__init__.py", "src/quire/kv/place.py"}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # only the tests of the page need a browser
 @pytest.fixture(scope="package")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """`quire serve` with the embedded checkpoint: one in each test process, so that nothing is shared between them."""
-    with quire_serve(tmp_path_factory.mktemp("served")) as served:
+    with quire_serve(tmp_path_factory.mktemp("served"), pause_s=0.005) as served:
         yield served
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import uvicorn
 
 import quire
+from quire.common import faults
+from quire.common.faults import Fault
 from quire.server.api.tools import TOOL_FORMATS
 from tests.forks import Forked, children_of, run_quire
 from tests.server.in_process import saying
@@ -65,10 +67,12 @@ class Served:
 
 
 @contextmanager
-def quire_serve(folder: Path, *args: str, keys: str = KEY) -> Iterator[Served]:
-    """The process, from when it can be used until the block ends; what it says is in `serve.log`."""
+def quire_serve(folder: Path, *args: str, keys: str = KEY, pause_s: float = 0.0) -> Iterator[Served]:
+    """The process, from when it can be used until the block ends; what it says is in `serve.log`. Before each step it
+    pauses for `pause_s`, as a larger model would compute, but without using a core."""
     log = folder / "serve.log"
-    environment = os.environ | {"QUIRE_API_KEY": keys}
+    pauses = [Fault("step.start", action="delay", seconds=pause_s, times=None)] if pause_s else []
+    environment = os.environ | {"QUIRE_API_KEY": keys} | faults.environment(*pauses)
     with log.open("wb") as file, run_quire(["serve", *_ARGS, *args], file.fileno(), environment) as process:
         try:
             url = _wait_for_url(process, log)
