@@ -1,5 +1,5 @@
 #include "attention/plan.h"
-#include "binding.h"
+#include "base/binding.h"
 
 namespace quire {
 

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "kernel_table.h"
+#include "base/kernel_table.h"
 #include "runtime/memory.h"
 #include "runtime/thread_pool.h"
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "common.h"
+#include "base/common.h"
 
 namespace quire {
 

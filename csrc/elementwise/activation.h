@@ -1,8 +1,8 @@
 // Elementwise activations, and their product with a second half.
 #pragma once
 
+#include "base/kernel_table.h"
 #include "isa/rows.h"
-#include "kernel_table.h"
 
 namespace quire::QUIRE_ISA {
 

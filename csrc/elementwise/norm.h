@@ -1,8 +1,8 @@
 // RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), with and without a residual added first.
 #pragma once
 
+#include "base/kernel_table.h"
 #include "isa/rows.h"
-#include "kernel_table.h"
 
 namespace quire::QUIRE_ISA {
 

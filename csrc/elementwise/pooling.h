@@ -1,8 +1,8 @@
 // From the rows of a text to one vector.
 #pragma once
 
+#include "base/kernel_table.h"
 #include "isa/rows.h"
-#include "kernel_table.h"
 
 namespace quire::QUIRE_ISA {
 

@@ -1,8 +1,8 @@
 // Rotary position embedding (Su et al. 2021), in place: of pairs (i, i + rotary_dim / 2), or (2 i, 2 i + 1).
 #pragma once
 
+#include "base/kernel_table.h"
 #include "isa/rows.h"
-#include "kernel_table.h"
 
 namespace quire::QUIRE_ISA {
 

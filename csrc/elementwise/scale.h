@@ -1,8 +1,8 @@
 // Multiplying by a number, and capping, softly or not, in place.
 #pragma once
 
+#include "base/kernel_table.h"
 #include "isa/rows.h"
-#include "kernel_table.h"
 
 namespace quire::QUIRE_ISA {
 

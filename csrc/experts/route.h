@@ -3,10 +3,10 @@
 // alone.
 #pragma once
 
+#include "base/kernel_table.h"
 #include "elementwise/activation.h"
 #include "experts/grouping.h"
 #include "isa/rows.h"
-#include "kernel_table.h"
 
 namespace quire::QUIRE_ISA {
 

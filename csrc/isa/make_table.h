@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/attention.h"
+#include "base/kernel_table.h"
 #include "elementwise/activation.h"
 #include "elementwise/norm.h"
 #include "elementwise/pooling.h"
@@ -11,7 +12,6 @@
 #include "experts/products.h"
 #include "experts/route.h"
 #include "isa/probe.h"
-#include "kernel_table.h"
 #include "lora/lora.h"
 #include "matmul/matmul.h"
 #include "quantized/quantized.h"

@@ -1,9 +1,9 @@
 // What this machine can do at best, measured: the two limits that benchmarks are read against.
 #pragma once
 
+#include "base/kernel_table.h"
 #include "isa/simd.h"
 #include "isa/x86/amx.h"
-#include "kernel_table.h"
 #include "quantized/tiles/quads.h"
 #include "runtime/thread_pool.h"
 

@@ -13,7 +13,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "common.h"
+#include "base/common.h"
 
 // Unrolls the loop that follows completely (constant bounds, at most 16), so that arrays of vectors live in registers.
 #if defined(__clang__)

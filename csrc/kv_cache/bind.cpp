@@ -1,4 +1,4 @@
-#include "binding.h"
+#include "base/binding.h"
 #include "kv_cache/kv_cache.h"
 
 namespace quire {

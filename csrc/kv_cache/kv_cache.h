@@ -15,8 +15,8 @@
 #include <emmintrin.h>
 #endif
 
-#include "checks.h"
-#include "common.h"
+#include "base/checks.h"
+#include "base/common.h"
 #include "quantized/layout.h"
 #include "runtime/memory.h"
 #include "runtime/thread_pool.h"

@@ -1,5 +1,5 @@
-#include "binding.h"
-#include "checks.h"
+#include "base/binding.h"
+#include "base/checks.h"
 
 namespace quire {
 

@@ -1,4 +1,4 @@
-#include "binding.h"
+#include "base/binding.h"
 #include "matmul/pack.h"
 
 namespace quire {

@@ -3,7 +3,7 @@
 // last panel and the last unit have beyond the matrix is zero.
 #pragma once
 
-#include "common.h"
+#include "base/common.h"
 
 namespace quire {
 

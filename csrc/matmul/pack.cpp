@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "checks.h"
+#include "base/checks.h"
 #include "runtime/thread_pool.h"
 
 #if defined(__linux__)

@@ -1,5 +1,5 @@
-#include "binding.h"
-#include "checks.h"
+#include "base/binding.h"
+#include "base/checks.h"
 #include "matmul/pack.h"
 #include "quantized/packing/factors.h"
 #include "quantized/packing/pack.h"

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "binding.h"
-#include "checks.h"
+#include "base/binding.h"
+#include "base/checks.h"
 #include "ranks/ranks.h"
 
 namespace quire {

@@ -1,4 +1,4 @@
-#include "binding.h"
+#include "base/binding.h"
 #include "runtime/kernel_graph.h"
 
 namespace quire {

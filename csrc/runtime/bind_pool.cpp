@@ -4,7 +4,7 @@
 #include <atomic>
 #include <memory>
 
-#include "binding.h"
+#include "base/binding.h"
 #include "runtime/available_cpus.h"
 #include "runtime/memory.h"
 #include "runtime/thread_pool.h"

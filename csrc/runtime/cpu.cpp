@@ -1,5 +1,5 @@
 // Which ISA variants this CPU (and the operating system's register saving, which the builtins check too) can run.
-#include "kernel_table.h"
+#include "base/kernel_table.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>

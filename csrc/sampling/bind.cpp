@@ -3,8 +3,8 @@
 #include <string>
 #include <vector>
 
-#include "binding.h"
-#include "checks.h"
+#include "base/binding.h"
+#include "base/checks.h"
 #include "runtime/memory.h"
 #include "runtime/thread_pool.h"
 

@@ -8,7 +8,7 @@
 
 #include <cstring>
 
-#include "common.h"
+#include "base/common.h"
 
 #if !defined(QUIRE_AMX)
 

@@ -2,9 +2,9 @@
 // rows leave. Shared by the products on packed (matmul/matmul.h) and on quantized weights (quantized/matmul.h).
 #pragma once
 
+#include "base/kernel_table.h"
 #include "isa/rows.h"
 #include "isa/simd.h"
-#include "kernel_table.h"
 #include "matmul/layout.h"
 #include "runtime/memory.h"
 #include "runtime/thread_pool.h"

@@ -7,14 +7,14 @@ from quire.common import liveness
 from quire.common.errors import KernelError
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""The dtypes that kernels compute with. A dtype's index here is its number in csrc/common.h."""
+"""The dtypes that kernels compute with. A dtype's index here is its number in csrc/base/common.h."""
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu")
-"""The kinds of activation without parameters. A kind's index here is its number in csrc/kernel_table.h."""
+"""The kinds of activation without parameters. A kind's index here is its number in csrc/base/kernel_table.h."""
 
 
 POOLINGS = ("mean", "sum_by_root", "weighted_mean", "max")
-"""The ways of pooling rows. A way's index here is its number in csrc/kernel_table.h."""
+"""The ways of pooling rows. A way's index here is its number in csrc/base/kernel_table.h."""
 
 
 def describe(value: object) -> str:

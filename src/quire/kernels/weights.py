@@ -206,11 +206,11 @@ class LoRATable:
         """The rows of the largest A of an adapter."""
         self.weights: list[LoRAWeight | None] = [None] * num_slots
         self.entries = torch.zeros(num_slots, 2 + 2 * MAX_LORA_MODULES, dtype=torch.int64)
-        """[num_slots, 8]: LoraEntry of csrc/kernel_table.h"""
+        """[num_slots, 8]: LoraEntry of csrc/base/kernel_table.h"""
         self.address = self.entries.data_ptr()
 
     def work_bytes(self, rows: int) -> int:
-        """The memory that `add_lora` computes in: LoraArgs::work of csrc/kernel_table.h."""
+        """The memory that `add_lora` computes in: LoraArgs::work of csrc/base/kernel_table.h."""
         return 4 * (len(self.weights) + rows * (4 + self.most_ranks))
 
     def put(self, slot: int, weight: LoRAWeight | None) -> None:

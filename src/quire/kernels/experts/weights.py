@@ -11,7 +11,7 @@ from quire.kernels.checks import refusal
 from quire.kernels.weights import FORMATS, Matrix, PackedWeight, QuantizedWeight, StackedWeight
 
 SCORINGS = ("softmax", "sigmoid", "sparsemixer")
-"""What logits become. A scoring's index here is its number in csrc/kernel_table.h."""
+"""What logits become. A scoring's index here is its number in csrc/base/kernel_table.h."""
 MAX_EXPERTS = 1024
 
 
@@ -111,8 +111,8 @@ class ExpertWeights:
                 biases=None if biases is None else [tuple(bias.shape) for bias in biases],
             )
         self.entries = np.array([self._entry(e, part) for part in range(len(self.sizes)) for e in range(len(matrices))])
-        """[parts * num_experts, 5] int64: ExpertEntry of csrc/kernel_table.h. No tensor: it may be made while kernels
-        are recorded."""
+        """[parts * num_experts, 5] int64: ExpertEntry of csrc/base/kernel_table.h. No tensor: it may be made while
+        kernels are recorded."""
         self.formats = [
             {(part.format, part.scale_range) if isinstance(part, QuantizedWeight) else None for part in of_experts}
             for of_experts in zip(*self.experts, strict=True)

@@ -11,7 +11,7 @@ from quire.kernels.variants import XIELU, ActivationKind, DistanceTerms, Encoder
 from quire.kernels.weights import FORMATS
 
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-"""The dtypes by their number in csrc/common.h."""
+"""The dtypes by their number in csrc/base/common.h."""
 
 FORMAT_CODES = {format: code for code, format in enumerate(FORMATS)}
 """The formats of quantized weights by their number in csrc/quantized/layout.h."""
@@ -55,7 +55,7 @@ def place(out: Tensor) -> tuple[int, int, int]:
 
 
 def activation_code(kind: ActivationKind) -> tuple[int, float, float, float]:
-    """The kind's number in csrc/kernel_table.h, and its parameters in the order of csrc/elementwise/activation.h."""
+    """The kind's number in csrc/base/kernel_table.h, and its parameters in csrc/elementwise/activation.h's order."""
     if isinstance(kind, str):
         return _ACTIVATION_CODES[kind]
     if isinstance(kind, XIELU):

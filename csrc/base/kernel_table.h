@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "attention/plan.h"
-#include "common.h"
+#include "base/common.h"
 #include "quantized/layout.h"
 #include "sampling/args.h"
 

@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-#include "kernel_table.h"
+#include "base/kernel_table.h"
 #include "runtime/kernel_graph.h"
 
 namespace quire {

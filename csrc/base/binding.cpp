@@ -1,4 +1,4 @@
-#include "binding.h"
+#include "base/binding.h"
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
