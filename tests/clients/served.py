@@ -71,8 +71,9 @@ def quire_serve(folder: Path, *args: str, keys: str = KEY, pause_s: float = 0.0)
     """The process, from when it can be used until the block ends; what it says is in `serve.log`. Before each step it
     pauses for `pause_s`, as a larger model would compute, but without using a core."""
     log = folder / "serve.log"
-    pauses = [Fault("step.start", action="delay", seconds=pause_s, times=None)] if pause_s else []
-    environment = os.environ | {"QUIRE_API_KEY": keys} | faults.environment(*pauses)
+    environment = os.environ | {"QUIRE_API_KEY": keys}
+    if pause_s:
+        environment |= faults.environment(Fault("step.start", action="delay", seconds=pause_s, times=None))
     with log.open("wb") as file, run_quire(["serve", *_ARGS, *args], file.fileno(), environment) as process:
         try:
             url = _wait_for_url(process, log)
