@@ -56,14 +56,16 @@ struct Running {
   Running& operator=(const Running&) = delete;
 };
 
-// The worker threads of a pool. A region is one parallel_for. Its tasks are claimed by compare-and-swap on `ticket_`,
-// which holds the region's number (upper half) and how many of its tasks are unclaimed (lower half). While any are left
-// the caller is still in run(), so whatever a worker reads between seeing such a ticket and claiming from it belongs to
-// that region. A worker that wakes late claims nothing, and the caller does not wait for it.
+// The worker threads of a pool. A region is one parallel_for. Each thread has a share of its tasks, one behind the
+// other, in a cache line of its own; who has done its share goes on with what is left of the next threads'. A task is
+// claimed by compare-and-swap on the share's `ticket`, which holds the region's number (upper half) and how many of the
+// share's tasks are unclaimed (lower half). While any are left the caller is still in run(), so whatever a thread reads
+// between seeing such a ticket and claiming from it belongs to that region. A worker that wakes late claims nothing,
+// and the caller does not wait for it.
 class Team {
  public:
   // `cpus`: one for each thread, or none. Scratch memory that the workers ask for is that of `pool`.
-  Team(ThreadPool* pool, int count, const std::vector<int>& cpus) {
+  Team(ThreadPool* pool, int count, const std::vector<int>& cpus) : shares_(size_t(count)) {
     for (int thread = 1; thread < count; ++thread) {
       workers_.emplace_back([this, pool, thread] {
         tls_pool = pool;
@@ -76,17 +78,15 @@ class Team {
   // Only while no region runs.
   ~Team() {
     stop_.store(true);
-    begin(0);
+    begin(0, nullptr);
     region_.notify_all();
     for (std::thread& worker : workers_) worker.join();
   }
 
   void run(int64_t num_tasks, Task task) {
-    task_.store(&task, std::memory_order_relaxed);
-    num_tasks_.store(num_tasks, std::memory_order_relaxed);
     pending_.store(uint32_t(num_tasks), std::memory_order_relaxed);
     has_error_.store(false, std::memory_order_relaxed);
-    const uint32_t region = begin(num_tasks);
+    const uint32_t region = begin(num_tasks, &task);
     if (sleepers_.load() > 0) region_.notify_all();
     take_tasks(region, 0);
     wait();
@@ -98,15 +98,30 @@ class Team {
   // Workers that sleep spin for a while, as after a region. Only while no region runs.
   void wake() {
     if (sleepers_.load() == 0) return;
-    begin(0);
+    begin(0, nullptr);
     region_.notify_all();
   }
 
  private:
+  struct alignas(64) Share {
+    std::atomic<uint64_t> ticket{0};
+    std::atomic<const Task*> task{nullptr};
+    std::atomic<int64_t> end{0};  // the number behind that of its last task
+  };
+
   // The next region, of tasks that are ready.
-  uint32_t begin(int64_t num_tasks) {
+  uint32_t begin(int64_t num_tasks, const Task* task) {
     const uint32_t region = region_.load(std::memory_order_relaxed) + 1;
-    ticket_.store(uint64_t{region} << 32 | uint64_t(num_tasks), std::memory_order_release);
+    const int64_t count = int64_t(shares_.size());
+    int64_t start = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t end = num_tasks * (i + 1) / count;
+      Share& share = shares_[size_t(i)];
+      share.task.store(task, std::memory_order_relaxed);
+      share.end.store(end, std::memory_order_relaxed);
+      share.ticket.store(uint64_t{region} << 32 | uint64_t(end - start), std::memory_order_release);
+      start = end;
+    }
     region_.store(region);
     return region;
   }
@@ -120,11 +135,25 @@ class Team {
   }
 
   void take_tasks(uint32_t region, int thread) {
-    uint64_t ticket = ticket_.load(std::memory_order_acquire);
+    uint32_t num_done = 0;
+    for (size_t i = 0; i < shares_.size(); ++i) {
+      num_done += take_from(shares_[(size_t(thread) + i) % shares_.size()], region, thread);
+    }
+    // The caller may leave, and the task object with it, as soon as this reaches 0.
+    if (num_done != 0 && pending_.fetch_sub(num_done, std::memory_order_acq_rel) == num_done && thread != 0) {
+      pending_.notify_one();
+    }
+  }
+
+  // Returns how many tasks it has run.
+  uint32_t take_from(Share& share, uint32_t region, int thread) {
+    uint32_t num_done = 0;
+    uint64_t ticket = share.ticket.load(std::memory_order_acquire);
     while (uint32_t(ticket >> 32) == region && uint32_t(ticket) != 0) {
-      const Task* task = task_.load(std::memory_order_relaxed);
-      const int64_t index = num_tasks_.load(std::memory_order_relaxed) - int64_t(uint32_t(ticket));
-      if (!ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
+      const Task* task = share.task.load(std::memory_order_relaxed);
+      const int64_t index = share.end.load(std::memory_order_relaxed) - int64_t(uint32_t(ticket));
+      if (!share.ticket.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel,
+                                              std::memory_order_acquire)) {
         continue;
       }
       try {
@@ -133,16 +162,17 @@ class Team {
       } catch (...) {
         if (!has_error_.exchange(true)) error_ = std::current_exception();
       }
-      // The caller may leave, and the task object with it, as soon as this reaches 0.
-      if (pending_.fetch_sub(1, std::memory_order_acq_rel) == 1 && thread != 0) pending_.notify_one();
-      ticket = ticket_.load(std::memory_order_acquire);
+      ++num_done;
+      ticket = share.ticket.load(std::memory_order_acquire);
     }
+    return num_done;
   }
 
   void work(int thread) {
+    const Share& own = shares_[size_t(thread)];
     uint32_t seen = 0;
     while (true) {
-      const auto current = [this] { return uint32_t(ticket_.load(std::memory_order_acquire) >> 32); };
+      const auto current = [&] { return uint32_t(own.ticket.load(std::memory_order_acquire) >> 32); };
       const auto changed = [&] { return current() != seen; };
       if (!spin_until(changed)) {
         sleepers_.fetch_add(1);
@@ -155,10 +185,7 @@ class Team {
     }
   }
 
-  // What a worker reads to begin lies in one cache line; the others are read by those that sleep, and to end.
-  alignas(64) std::atomic<uint64_t> ticket_{0};
-  std::atomic<const Task*> task_{nullptr};
-  std::atomic<int64_t> num_tasks_{0};
+  std::vector<Share> shares_;  // of each thread
   alignas(64) std::atomic<uint32_t> region_{0};
   std::atomic<int> sleepers_{0};
   std::atomic<bool> stop_{false};

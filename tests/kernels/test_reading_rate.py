@@ -1,6 +1,5 @@
 """How fast weights are read: measured in a few milliseconds, whatever the machine and whatever else runs there."""
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -77,10 +76,10 @@ def test_what_a_cache_may_hold_is_not_measured(num_bytes: int, monkeypatch: pyte
 
 
 @needs_native
-def test_this_machine_reads() -> None:
-    patient = time.monotonic() + 60
-    while (rate := kernels.backend_for("cpu").reading_rate([torch.ones(32 * MIB, dtype=torch.uint8)])) is None:
-        assert time.monotonic() < patient
+def test_this_machine_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_PATIENCE_S", 60.0)  # with sanitizers a core reads less than a gigabyte in a second
+    rate = kernels.backend_for("cpu").reading_rate([torch.ones(32 * MIB, dtype=torch.uint8)])
+    assert rate is not None
     assert 1e7 < rate < 1e14
 
 
