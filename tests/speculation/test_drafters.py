@@ -6,6 +6,7 @@ import pytest
 from quire.config.speculative import METHODS, SpeculativeConfig
 from quire.engine.drafting.drafters import OthersTokens, OwnTokens, Predicted, make_drafters
 from quire.engine.drafting.lookup import NO_DRAFT, Draft
+from quire.engine.drafting.trust import SequenceDrafts
 from quire.engine.requests.sequence import SequenceGroup
 from quire.kv.prefix_cache.content_hash import ContentKey
 from tests.engine.fake import Harness
@@ -86,9 +87,83 @@ def test_a_prediction_that_is_over_proposes_nothing_but_what_it_repeats() -> Non
     assert proposed(Predicted(CONFIG), group) == []
     group.seqs[0].extend([5])
     assert proposed(Predicted(CONFIG), group) == [6]
-    repeated = request([1, 2], [5, 6, 5, 6])
-    repeated.prediction = np.array([5, 6, 5, 6], np.int32)
-    assert proposed(Predicted(CONFIG), repeated) == [5, 6]
+
+
+TEXT = list(range(10, 40))
+
+
+def test_a_text_that_repeats_itself_is_followed_where_it_was() -> None:
+    """Elsewhere more agrees: what comes before the next changed token."""
+    line = list(range(10, 17))
+    expected = line * 8
+    prediction = [0 if i % 20 == 10 else token_id for i, token_id in enumerate(expected)]
+    group = request([1, 2], [])
+    group.prediction = np.array(prediction, np.int32)
+    group.seqs[0].drafting = SequenceDrafts({})
+    drafter, num_steps = Predicted(CONFIG), 0
+    while (done := group.seqs[0].num_output_tokens) < len(expected):
+        drafts = proposed(drafter, group)
+        wrong = (i for i, token_id in enumerate(drafts) if expected[done + i : done + i + 1] != [token_id])
+        num_right = next(wrong, len(drafts))
+        group.seqs[0].extend(expected[done : done + num_right + 1])
+        num_steps += 1
+    assert num_steps == 9  # three for each change but the last
+
+
+def test_behind_two_changes_the_place_is_looked_for_again() -> None:
+    group = request([1, 2], TEXT[:8])
+    group.prediction = np.array(TEXT, np.int32)
+    group.seqs[0].drafting = SequenceDrafts({})
+    drafter = Predicted(CONFIG)
+    assert proposed(drafter, group, 3) == TEXT[8:11]
+    group.seqs[0].extend([99])
+    assert proposed(drafter, group, 3) == TEXT[9:12], "changed"
+    group.seqs[0].extend([TEXT[8]])
+    assert proposed(drafter, group, 3) == TEXT[9:12], "no: inserted"
+    group.seqs[0].extend(TEXT[9:])
+    assert proposed(drafter, group, 3) == []
+    group.seqs[0].extend([99, 98, *TEXT[:2]])
+    assert proposed(drafter, group, 3) == TEXT[2:5], "from its beginning again"
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ([99], TEXT[1:4]),
+        ([*TEXT[:8], 99], TEXT[9:12]),
+        ([*TEXT[:8], 99, TEXT[9]], TEXT[10:13]),
+        ([*TEXT[:8], 99, 98], []),
+        ([*TEXT[:8], 99, 98, TEXT[10]], TEXT[11:14]),
+        ([*TEXT[:8], 99, TEXT[8]], TEXT[9:12]),
+        ([*TEXT[:8], TEXT[9], TEXT[10]], TEXT[11:14]),
+        ([*TEXT[:8], TEXT[20]], TEXT[9:12]),
+        ([*TEXT[:8], TEXT[20], TEXT[21]], TEXT[22:25]),
+        ([50, 51, 52], []),
+    ],
+    ids=[
+        "the first token changed", "one changed", "and the next as predicted", "two changed", "and the next as well",
+        "one inserted", "one left out", "changed into one that occurs later", "many left out", "nothing in common",
+    ],
+)  # fmt: skip
+def test_behind_a_change_the_prediction_goes_on_where_it_agrees_best(output: list[int], expected: list[int]) -> None:
+    group = request([1, 2], output)
+    group.prediction = np.array(TEXT, np.int32)
+    assert proposed(Predicted(CONFIG), group, 3) == expected
+
+
+def test_of_places_that_agree_as_well_the_next_to_the_number_of_tokens_is_taken() -> None:
+    line = [7, 8, *range(100, 120)]
+    group = request([1, 2], [50, *line, 51, *line])
+    group.prediction = np.array([*line, 60, *line, 61, *line, 62], np.int32)
+    (token_id,) = proposed(Predicted(CONFIG), group, 1)
+    assert token_id == 61
+
+
+def test_a_change_is_less_sure_to_be_one_of_as_many_tokens_than_what_follows_an_agreement() -> None:
+    group = request([1, 2], [*TEXT[:8], 99])
+    group.prediction = np.array(TEXT, np.int32)
+    odds = Predicted(CONFIG).propose(group, group.seqs[0], 3).odds
+    assert odds == pytest.approx((0.54, 0.9, 0.9), abs=0.001)
 
 
 @pytest.mark.parametrize("kind", [OwnTokens, Predicted])

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
-
 from quire.config.speculative import PREDICTION, SpeculativeConfig
 from quire.engine.drafting.forced import ForcedTokens
-from quire.engine.drafting.lookup import NO_DRAFT, Draft, look_up
+from quire.engine.drafting.lookup import NO_DRAFT, Draft, find, go_on, look_up
 from quire.engine.drafting.model_drafts import ModelDrafts
 from quire.engine.drafting.recent import RecentOutputs
+from quire.engine.drafting.trust import SequenceDrafts
 from quire.engine.requests.sequence import Sequence as Seq
 from quire.engine.requests.sequence import SequenceGroup
 
 _PREDICTED_ODDS = 0.9
-"""How probable the next token of a prediction seems that was right so far."""
+"""How probable the next token of a prediction seems where it was right so far."""
 
 
 class Drafter(Protocol):
@@ -82,16 +81,19 @@ class Predicted:
         self._config = config
 
     def propose(self, group: SequenceGroup, seq: Seq, most: int) -> Draft:
-        """As long as the output is the beginning of the prediction, what follows there; then what follows the newest
-        tokens wherever they are in the prediction."""
-        text, num_generated = group.prediction, seq.num_output_tokens
+        """What follows in the prediction. A token that is another than predicted is taken for a change, and what
+        follows it is proposed at once; behind two of them the place is looked for where most agrees."""
+        text, output = group.prediction, seq.history()[seq.num_prompt_tokens :]
         if text is None:
             return NO_DRAFT
-        newest = seq.history()[seq.num_prompt_tokens :]
-        if num_generated < len(text) and np.array_equal(text[:num_generated], newest):
-            token_ids = text[num_generated : num_generated + most].tolist()
-            return Draft(tuple(token_ids), (_PREDICTED_ODDS,) * len(token_ids))
-        return look_up(text, newest, most, min_match=1, max_match=self._config.max_match)
+        known = seq.drafting or SequenceDrafts({})
+        found = go_on(text, output, known.predicted) or find(text, output, self._config.max_match)
+        if found is None:
+            return NO_DRAFT
+        place, odds = found
+        known.predicted = len(output), place
+        token_ids = text[place : place + most].tolist()
+        return Draft(tuple(token_ids), (_PREDICTED_ODDS * odds, *(_PREDICTED_ODDS,) * (most - 1))[: len(token_ids)])
 
     def finish(self, group: SequenceGroup, seq: Seq) -> None:
         """See Drafter."""

@@ -19,6 +19,8 @@ END = -1
 """Stands between the parts of a text that do not follow each other."""
 MOST_ENDS = 1024
 """Occurrences of the newest token that are looked at, the latest ones: a text may repeat one token."""
+ODDS_BEHIND_CHANGE = 0.6
+"""How probable it seems that one token was replaced by one, and not left out or inserted."""
 MOST_PLACES = 64
 """Occurrences of the newest `min_match` tokens that are followed, the latest ones."""
 
@@ -70,6 +72,31 @@ def look_up(text: TokenIds, newest: TokenIds, num_tokens: int, *, min_match: int
     if num_equal < min_match or not len(ends):
         return NO_DRAFT
     return _follow(text, ends[-MOST_PLACES:] + 1, num_tokens, num_equal / (num_equal + 1.0))
+
+
+def go_on(text: TokenIds, newest: TokenIds, before: tuple[int, int]) -> tuple[int, float] | None:
+    """Where `newest` goes on in `text` if its first `before[0]` tokens did at `before[1]`, and each token behind them
+    stands for one there; and how probable that seems. None if the last two tokens are others there."""
+    place = before[1] + len(newest) - before[0]
+    for distance, odds in ((1, 1.0), (2, ODDS_BEHIND_CHANGE)):
+        at = place - distance
+        if distance > len(newest) or (at >= 0 and place <= len(text) and text[at] == newest[-distance]):
+            return place, odds
+    return None
+
+
+def find(text: TokenIds, newest: TokenIds, max_match: int) -> tuple[int, float] | None:
+    """The same where the longest end of `newest` is in `text`, of at most `max_match` tokens; of several such places
+    that with the most similar number of tokens before it. None if there is none."""
+    places, num_equal = np.arange(len(text) + 1), 0
+    while num_equal < min(max_match, len(newest)):
+        longer = places[places > num_equal]
+        longer = longer[text[longer - num_equal - 1] == newest[-1 - num_equal]]
+        if not len(longer):
+            break
+        places, num_equal = longer, num_equal + 1
+    nearest = int(places[np.abs(places - len(newest)).argmin()])
+    return (nearest, num_equal / (num_equal + 1.0)) if num_equal else None
 
 
 def _follow(text: TokenIds, places: npt.NDArray[np.intp], num_tokens: int, odds_of_match: float) -> Draft:

@@ -62,6 +62,8 @@ class SequenceDrafts:
     """Consecutive attempts that gave no right draft."""
     reading: ModelReading = field(default_factory=ModelReading)
     """How far a draft model is."""
+    predicted: tuple[int, int] = (0, 0)
+    """How many tokens the output had at the latest search, and where in the prediction it was then."""
     walk: Walk | None = None
     """The latest one through the grammar."""
 
