@@ -50,7 +50,7 @@ class _Listening:
                 return None
 
     def _answer(self, connection: socket.socket) -> tuple[Request, list[int]] | None:
-        """Whoever asks may have been ended meanwhile: then what it has asked for ends too."""
+        """If the process that asks has ended by now, what it has asked for is ended too."""
         try:
             message, descriptors = receive(connection)
         except (OSError, ValueError):

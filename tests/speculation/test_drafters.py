@@ -87,6 +87,9 @@ def test_a_prediction_that_is_over_proposes_nothing_but_what_it_repeats() -> Non
     assert proposed(Predicted(CONFIG), group) == []
     group.seqs[0].extend([5])
     assert proposed(Predicted(CONFIG), group) == [6]
+    repeated = request([1, 2], [5, 6, 5, 6])
+    repeated.prediction = np.array([5, 6, 5, 6], np.int32)
+    assert proposed(Predicted(CONFIG), repeated) == [5, 6]
 
 
 TEXT = list(range(10, 40))

@@ -76,11 +76,11 @@ def look_up(text: TokenIds, newest: TokenIds, num_tokens: int, *, min_match: int
 
 def go_on(text: TokenIds, newest: TokenIds, before: tuple[int, int]) -> tuple[int, float] | None:
     """Where `newest` goes on in `text` if its first `before[0]` tokens did at `before[1]`, and each token behind them
-    stands for one there; and how probable that seems. None if the last two tokens are others there."""
+    stands for one there; and how probable that seems. None if the last two tokens differ there, or `text` is over."""
     place = before[1] + len(newest) - before[0]
     for distance, odds in ((1, 1.0), (2, ODDS_BEHIND_CHANGE)):
         at = place - distance
-        if distance > len(newest) or (at >= 0 and place <= len(text) and text[at] == newest[-distance]):
+        if distance > len(newest) or (at >= 0 and place < len(text) and text[at] == newest[-distance]):
             return place, odds
     return None
 
@@ -88,7 +88,7 @@ def go_on(text: TokenIds, newest: TokenIds, before: tuple[int, int]) -> tuple[in
 def find(text: TokenIds, newest: TokenIds, max_match: int) -> tuple[int, float] | None:
     """The same where the longest end of `newest` is in `text`, of at most `max_match` tokens; of several such places
     that with the most similar number of tokens before it. None if there is none."""
-    places, num_equal = np.arange(len(text) + 1), 0
+    places, num_equal = np.arange(len(text)), 0
     while num_equal < min(max_match, len(newest)):
         longer = places[places > num_equal]
         longer = longer[text[longer - num_equal - 1] == newest[-1 - num_equal]]
