@@ -144,7 +144,10 @@ if not TYPE_CHECKING:  # type checkers know the names above, and shall not take 
         """Import a public name on first use (PEP 562)."""
         if name not in _HOMES:
             raise AttributeError(f"module 'quire' has no attribute {name!r}")
-        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        from quire.common.memory import collection_paused
+
+        with collection_paused():
+            value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
         return value
 
 

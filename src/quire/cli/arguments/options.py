@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.common.arguments.options import add_field_arguments
 from quire.common.errors import ConfigError
+from quire.common.memory import collection_paused
 from quire.config.args import EngineArgs
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def engine_kwargs(options: argparse.Namespace) -> dict[str, Any]:
 
 def load_llm(options: argparse.Namespace) -> LLM:
     """Load the model that the options name."""
-    from quire.interfaces.llm import LLM  # imported late because it loads torch
+    with collection_paused():
+        from quire.interfaces.llm import LLM  # imported late because it loads torch
 
     return LLM(**engine_kwargs(options))
 

@@ -28,7 +28,7 @@ from quire.common import liveness
 from quire.common.errors import QuireError, RequestFailedError
 from quire.common.faults import fault_point, fault_write
 from quire.common.log import logger, set_up_logging
-from quire.common.memory import IDLE_S, give_back_memory
+from quire.common.memory import IDLE_S, collection_paused, give_back_memory
 from quire.common.outputs import CompletionOutput, EngineStats, FinishReason
 from quire.common.params import BeamSearchParams, PoolingParams, SamplingParams
 from quire.common.progress import log_progress
@@ -372,7 +372,8 @@ def main(descriptor: int) -> None:
     log_progress()
     if start.log_format is not None:
         set_up_logging(start.log_format)
-    from quire.engine.llm_engine import LLMEngine  # imports torch, which takes seconds, so heartbeats start before
+    with collection_paused():
+        from quire.engine.llm_engine import LLMEngine  # imports torch, which takes a second: heartbeats start before
 
     try:
         args = EngineArgs(**start.args)

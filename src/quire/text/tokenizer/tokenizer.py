@@ -1,19 +1,23 @@
 """Tokenizer: a checkpoint's tokenizer, as the engine and its interfaces use it."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from quire.common.errors import InvalidPromptError, TokenizerError
 from quire.common.faults import fault_point
 from quire.config.checkpoint.gguf.files import is_gguf
-from quire.text.chat_template.template import ChatTemplate, compile_chat_template
 from quire.text.tokenizer.files import TokenizerFiles, library_errors, read_tokenizer_files
 from quire.text.tokenizer.gguf import read_gguf_tokenizer
 from quire.text.tokenizer.token_decoder import TextStream, TokenDecoder
+
+if TYPE_CHECKING:
+    from quire.text.chat_template.template import ChatTemplate
 
 
 class Tokenizer:
@@ -33,7 +37,7 @@ class Tokenizer:
         self.pad_token_id = self._special_id("pad_token")
 
     @classmethod
-    def from_path(cls, path: str | Path) -> "Tokenizer":
+    def from_path(cls, path: str | Path) -> Tokenizer:
         """Read the tokenizer of a checkpoint's folder or GGUF file. Raises TokenizerError if it is missing or damaged,
         and CheckpointError for a malformed GGUF file."""
         folder = Path(path)
@@ -41,7 +45,7 @@ class Tokenizer:
         return cls(files, str(path))
 
     @classmethod
-    def of(cls, given: Any) -> "Tokenizer":
+    def of(cls, given: Any) -> Tokenizer:
         """Return a tokenizer that callers have: ours, one of transformers (of the fast kind), or the folder of one.
 
         Raises TokenizerError for anything else.
@@ -205,6 +209,8 @@ class Tokenizer:
         )
 
     def _template(self, chosen: str | None, with_tools: bool) -> ChatTemplate:
+        from quire.text.chat_template.template import compile_chat_template  # late, as embedders need no Jinja
+
         known = self.chat_templates
         name = chosen or ("tool_use" if with_tools and "tool_use" in known else "default")
         if name in known:
