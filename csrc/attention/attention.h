@@ -27,10 +27,12 @@ class AttentionTask {
   using Values = ValueLane<C>;
   static constexpr bool kInt8 = sizeof(C) == 1;
   static constexpr bool kHasTiles = kAmx && sizeof(C) == sizeof(bf16);
+  static constexpr int64_t kStepKeys = 32;  // that products read together, at most
+  static_assert(kStepKeys % W == 0 && kTileKeys % kStepKeys == 0);
 
  public:
-  AttentionTask(const AttentionArgs& args, const AttentionItem& item, const AttentionScratch& scratch)
-      : a_(args), item_(item), s_(scratch) {
+  AttentionTask(const AttentionArgs& args, const AttentionItem& item, const AttentionScratch& scratch, Tiles& tiles)
+      : a_(args), item_(item), s_(scratch), tiles_(tiles) {
     group_ = a_.num_heads / a_.num_kv_heads;
     token_rows_ = group_ * item_.num_kv_heads;
     rows_ = (item_.token_end - item_.token_begin) * token_rows_;
@@ -55,7 +57,7 @@ class AttentionTask {
         ahead.begin_tile();
         for (int64_t head = 0; head < item_.num_kv_heads; ++head) {
           locate(start, first, last, item_.kv_head + head, tile);
-          const int64_t around = uses_tiles() ? 32 : 1;  // keys of whole steps
+          const int64_t around = uses_tiles() ? kStepKeys : 1;
           if (stages()) {
             stage_values(tile, first / around * around, (last + around - 1) / around * around, 0, a_.value_dim,
                          a_.row_stride, s_.values);
@@ -66,7 +68,6 @@ class AttentionTask {
       if (item_.state < 0 && !is_first) merge(state);
     }
     if (item_.state < 0) write_output();
-    if constexpr (kHasTiles) tiles_.release();
   }
 
   // Merge the sections' states, first section first, and write the output.
@@ -160,12 +161,14 @@ class AttentionTask {
       }
       key += run;
     }
-    for (int64_t i = 0; i < first; ++i) tile.values[i] = tile.values[first];
-    for (int64_t i = last; i < kTileKeys; ++i) tile.values[i] = tile.values[first];
+    // Steps read keys by the vector, or by tiles' 32.
+    const int64_t begin = first / kStepKeys * kStepKeys, end = (last + kStepKeys - 1) / kStepKeys * kStepKeys;
+    for (int64_t i = begin; i < first; ++i) tile.values[i] = tile.values[first];
+    for (int64_t i = last; i < end; ++i) tile.values[i] = tile.values[first];
     if (a_.has_latents()) return;
     if (a_.has_key_rows()) {
-      for (int64_t i = 0; i < first; ++i) rows[i] = rows[first];
-      for (int64_t i = last; i < kTileKeys; ++i) rows[i] = rows[first];
+      for (int64_t i = begin; i < first; ++i) rows[i] = rows[first];
+      for (int64_t i = last; i < end; ++i) rows[i] = rows[first];
     }
     for (int64_t v = 0; v < KeyTile<C>::kVectors; ++v) {
       const bool is_seen = v >= first / W && v <= (last - 1) / W;
@@ -358,20 +361,23 @@ class AttentionTask {
   int64_t token_rows_;  // of one token
   int64_t rows_;        // of all; several key/value heads are of one token, so that a head's lie side by side
   int64_t head_rows_;
-  mutable Tiles tiles_;
+  Tiles& tiles_;
 };
 
 template <typename T, typename C = T>
 static void attention_items(const AttentionArgs& args, const AttentionItem* items, int64_t count,
                             const AttentionScratch& scratch) {
   LookAhead<C> ahead(args, items, count);
-  for (int64_t i = 0; i < count; ++i) AttentionTask<T, C>(args, items[i], scratch).run(ahead);
+  Tiles tiles;
+  for (int64_t i = 0; i < count; ++i) AttentionTask<T, C>(args, items[i], scratch, tiles).run(ahead);
+  tiles.release();
 }
 
 template <typename T>
 static void attention_finish(const AttentionArgs& args, const AttentionItem* items, int64_t count,
                              const AttentionScratch& scratch) {
-  for (int64_t i = 0; i < count; ++i) AttentionTask<T, T>(args, items[i], scratch).finish();  // the same for any cache
+  Tiles none;
+  for (int64_t i = 0; i < count; ++i) AttentionTask<T, T>(args, items[i], scratch, none).finish();  // for any cache
 }
 
 constexpr AttentionTable kAttention = {

@@ -42,17 +42,19 @@ QUIRE_INLINE float sum_parts(int64_t width, const Part& part) {
   return reduce_add(even + odd);
 }
 
-// Below this many elements a kernel is done before a sleeping worker would have woken.
-constexpr int64_t kInlineElements = 16 * 1024;
+// Up to this many elements a kernel is done before a sleeping worker would have woken, or one that is awake has begun.
+constexpr int64_t kInlineElements = 16 * 1024, kInlineElementsAwake = 8 * 1024;
 
 // Calls rows(begin, end) for ranges that together cover [0, num_rows). Each row must be computed alone.
 template <typename Rows>
 static void for_rows(int64_t num_rows, int64_t elements_per_row, const Rows& rows) {
-  if (num_rows * elements_per_row <= kInlineElements) {
+  const int64_t elements = num_rows * elements_per_row;
+  const bool is_small = elements <= kInlineElements;
+  if (elements <= kInlineElementsAwake || (is_small && !workers_are_awake())) {
     rows(int64_t{0}, num_rows);
     return;
   }
-  const int64_t rows_per_task = 1 + kInlineElements / 4 / (elements_per_row + 1);
+  const int64_t rows_per_task = 1 + (is_small ? kInlineElementsAwake : kInlineElements) / 4 / (elements_per_row + 1);
   auto task = [&](int64_t index, int) {
     const int64_t begin = index * rows_per_task, end = begin + rows_per_task;
     rows(begin, end < num_rows ? end : num_rows);

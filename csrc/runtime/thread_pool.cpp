@@ -18,9 +18,14 @@
 namespace quire {
 namespace {
 
+using Microseconds = std::chrono::microseconds;
+
 // Long enough to bridge the gap between the kernels of one forward pass, short enough that an idle engine costs
 // nothing.
-constexpr std::chrono::microseconds kSpin{50};
+constexpr Microseconds kSpin{50};
+// Bridges the gap between the steps of a small model. A worker spins for that long only after a pause that was shorter:
+// so it does while steps follow each other, and once in vain when they end.
+constexpr Microseconds kLongSpin{500};
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -30,11 +35,11 @@ inline void pause() {
 #endif
 }
 
-// Spins, looking at the clock now and then, until `done` or until kSpin is over. Yields the CPU to other threads that
-// wait for it, such as one of the same region or of another engine on the machine.
+// Spins, looking at the clock now and then, until `done` or until the time is over. Yields the CPU to other threads
+// that wait for it, such as one of the same region or of another engine on the machine.
 template <typename Condition>
-bool spin_until(Condition done) {
-  const auto deadline = std::chrono::steady_clock::now() + kSpin;
+bool spin_until(Condition done, Microseconds spin = kSpin) {
+  const auto deadline = std::chrono::steady_clock::now() + spin;
   do {
     for (int i = 0; i < 64; ++i) {
       if (done()) return true;
@@ -171,13 +176,16 @@ class Team {
   void work(int thread) {
     const Share& own = shares_[size_t(thread)];
     uint32_t seen = 0;
+    Microseconds spin = kSpin;
     while (true) {
       const auto current = [&] { return uint32_t(own.ticket.load(std::memory_order_acquire) >> 32); };
       const auto changed = [&] { return current() != seen; };
-      if (!spin_until(changed)) {
+      if (!spin_until(changed, spin)) {
+        const auto asleep = std::chrono::steady_clock::now();
         sleepers_.fetch_add(1);
         while (!changed()) region_.wait(seen);
         sleepers_.fetch_sub(1);
+        spin = std::chrono::steady_clock::now() - asleep < kLongSpin ? kLongSpin : kSpin;
       }
       if (stop_.load()) return;
       seen = current();
