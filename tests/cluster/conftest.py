@@ -54,14 +54,14 @@ def processes() -> dict[int, str]:
     return found
 
 
-def start(make: Callable[[], Any]) -> Any:
+def start(make: Callable[[], Any], num_cpus: int) -> Any:
     """Start the nodes. Ray gives a node 30 seconds, which a busy machine may need more than once."""
     for attempt in range(3):
         nodes = make()
         try:
             nodes.add_node(num_cpus=0, include_dashboard=False)
             for _ in range(2):
-                nodes.add_node(num_cpus=1)
+                nodes.add_node(num_cpus=num_cpus)
             return nodes
         except Exception:
             nodes.shutdown()
@@ -85,12 +85,12 @@ def settings() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def cluster(settings: None) -> Iterator[Any]:
-    """A head node without CPUs, and two nodes of one CPU each."""
+def cluster(settings: None, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A head node without CPUs, and two nodes of one CPU each, or of the module's NUM_CPUS, whatever the machine has."""
     import ray
     from ray.cluster_utils import Cluster
 
-    nodes = start(Cluster)
+    nodes = start(Cluster, getattr(request.module, "NUM_CPUS", 1))
     try:
         yield nodes
     finally:
