@@ -40,7 +40,7 @@ def parent_of(pid: int) -> int:
 
 
 def processes() -> dict[int, str]:
-    """The processes of Ray and of engines that this one has started, by id."""
+    """The processes of Ray and of engines that this one has started, by id, without those that end with the tests."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -49,7 +49,7 @@ def processes() -> dict[int, str]:
             is_mine = mine in (path / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if is_mine and pid != os.getpid() and command:
+        if is_mine and pid != os.getpid() and command and "tests.forks.server" not in command:
             found[pid] = command
     return found
 
@@ -86,7 +86,7 @@ def settings() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cluster(settings: None, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A head node without CPUs, and two nodes of one CPU each, or of the module's NUM_CPUS, whatever the machine has."""
+    """A head node without CPUs, and two nodes of one CPU each, or of the module's NUM_CPUS."""
     import ray
     from ray.cluster_utils import Cluster
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -19,26 +18,8 @@ from .test_engines import WANTED, alone, check, interrupted, node_of, on, step
 __all__ = ["alone"]
 NUM_CPUS = 2
 """Of each of the two nodes."""
-KINDS: dict[str, tuple[int, dict[str, Any]]] = {
-    "ranks": (2, {"tensor_parallel_size": 2}),
-    "stages": (2, {"pipeline_parallel_size": 2}),
-    "ranks of stages": (1, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
-}
-
-
-@pytest.fixture(scope="module", params=list(KINDS))
-def door(cluster: Any, request: pytest.FixtureRequest) -> Iterator[Door]:
-    """Engines that use all CPUs of the cluster, and of which nothing is left afterwards."""
-    from ray.util.placement_group import placement_group_table
-
-    number, given = KINDS[request.param]
-    door = Door(**on(cluster, number, **given))
-    try:
-        yield door
-    finally:
-        door.close()
-    until(lambda: not computing(), "processes of engines are left behind")
-    assert {group["state"] for group in placement_group_table().values()} == {"REMOVED"}
+RANKS = {"tensor_parallel_size": 2}
+STAGES = {"pipeline_parallel_size": 2}
 
 
 def computing() -> list[int]:
@@ -61,66 +42,71 @@ def machines(door: Door, number: int) -> list[int]:
     return [link.pid, *[stage.pid for stage in getattr(link, "_stages", [])]]
 
 
-def nodes_of(door: Door, number: int) -> list[str]:
-    return [node_of(parent_of(pid)) for pid in machines(door, number)]
-
-
-def test_ranks_share_a_node_stages_do_not_and_the_tokens_are_those_of_one_process(door: Door, alone: list[Any]) -> None:
-    check(door.run(door.all_outputs(WANTED)), alone)
-    engines = range(len(door.llm.group.engines))
-    parts = [parts_of(pid) for number in engines for pid in machines(door, number)]
-    nodes = [nodes_of(door, number) for number in engines]
-    assert {len(each) for each in nodes} == {len(set(each)) for each in nodes}, "each stage is on a node of its own"
-    assert len({node for each in nodes for node in each}) == 2
-    for pid in [pid for each in parts for pid in each]:
-        assert os.sched_getaffinity(pid) == os.sched_getaffinity(0), "it is pinned to CPUs that others have too"
+def engines(door: Door) -> range:
+    return range(len(door.llm.group.engines))
 
 
 @pytest.mark.parametrize(
-    ("door", "what"),
-    [("ranks", "actor"), ("ranks", "process"), ("stages", "actor"), ("ranks of stages", "process")],
-    indirect=["door"],
+    ("number", "given", "ending"),
+    [(2, RANKS, ["actor"]), (2, STAGES, ["actor", "node"]), (1, RANKS | STAGES, ["process"])],
+    ids=["ranks", "stages", "ranks of stages"],
 )
-def test_streams_go_on_when_a_part_of_an_engine_is_killed(door: Door, what: str, alone: list[Any]) -> None:
-    """The last part: a rank of the engine, or of its other stage."""
-    number = len(door.llm.group.engines) - 1
-    engine, its = door.llm.group.engines[number], machines(door, number)
-    before = [*[part for pid in its for part in parts_of(pid)], *map(parent_of, its)]
+def test_engines_of_several_processes_go_on_when_a_part_ends(
+    number: int, given: dict[str, Any], ending: list[str], alone: list[Any], cluster: Any
+) -> None:
+    """They use all CPUs of the cluster. What ends is their last part, which is another stage where there is one."""
+    from ray.util.placement_group import placement_group_table
 
-    async def kill() -> None:
-        os.kill(parent_of(its[-1]) if what == "actor" else parts_of(its[-1])[-1], signal.SIGKILL)
-        while engine.death is None:
+    door = Door(**on(cluster, number, **given))
+    try:
+        check(door.run(door.all_outputs(WANTED)), alone)
+        check_places(door)
+        for what in ending:
+            check_end(door, what, alone, cluster)
+            check_places(door)
+    finally:
+        door.close()
+    until(lambda: not computing(), "processes of engines are left behind")
+    assert {group["state"] for group in placement_group_table().values()} == {"REMOVED"}
+
+
+def check_places(door: Door) -> None:
+    """Ranks of a stage, which are one actor's, share a node, and stages do not."""
+    nodes = [[node_of(parent_of(pid)) for pid in machines(door, number)] for number in engines(door)]
+    assert all(len(set(each)) == len(each) for each in nodes)
+    assert len({node for each in nodes for node in each}) == 2
+    for pid in computing():
+        assert os.sched_getaffinity(pid) == os.sched_getaffinity(0), "it is pinned to CPUs that others have too"
+
+
+def check_end(door: Door, what: str, alone: list[Any], cluster: Any) -> None:
+    """All requests get their tokens, and a new engine is placed; nothing of the other is left."""
+    number = engines(door)[-1]
+    its = machines(door, number)
+    before = [*[part for pid in its for part in parts_of(pid)], *map(parent_of, its)]
+    ended = [door.llm.group.engines[each] for each in (engines(door) if what == "node" else [number])]
+
+    async def end() -> None:
+        if what == "node":  # on which each engine has a stage
+            id_of = node_of(parent_of(its[-1]))
+            (node,) = [node for node in cluster.worker_nodes if node.node_id == id_of]
+            await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
+        else:
+            os.kill(parent_of(its[-1]) if what == "actor" else parts_of(its[-1])[-1], signal.SIGKILL)
+        while not all(engine.death for engine in ended):
             await asyncio.sleep(0.01)
+        if what == "node":
+            cluster.add_node(num_cpus=NUM_CPUS)
 
     moved = door.llm.num_replayed
     door.record.events.clear()
-    check(interrupted(door, kill), alone)
+    check(interrupted(door, end), alone)
     assert door.llm.num_replayed > moved
     until(lambda: door.run(step(door)), "the engine is not replaced")
     until(lambda: all(map(is_gone, before)), "a part of the engine that ended is left behind")
-    assert len(computing()) == len(
-        [part for n in range(number + 1) for pid in machines(door, n) for part in parts_of(pid)]
-    )
-
-
-@pytest.mark.parametrize("door", ["stages"], indirect=True)
-def test_streams_go_on_when_the_node_of_a_stage_leaves_and_another_joins(
-    door: Door, alone: list[Any], cluster: Any
-) -> None:
-    """Each engine has a part there."""
-    its = nodes_of(door, 0)[-1]
-    (node,) = [node for node in cluster.worker_nodes if node.node_id == its]
-
-    async def leave() -> None:
-        await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
-        while not all(engine.death for engine in door.llm.group.engines):
-            await asyncio.sleep(0.01)
-        await asyncio.to_thread(cluster.add_node, num_cpus=NUM_CPUS)
-
-    door.record.events.clear()
-    check(interrupted(door, leave), alone)
-    until(lambda: door.run(step(door)), "the engines are not replaced")
-    assert {len(set(nodes_of(door, number))) for number in range(2)} == {2}
+    running = [pid for each in engines(door) for pid in machines(door, each)]
+    assert len(computing()) == sum(len(parts_of(pid)) for pid in running)
+    check(door.run(door.all_outputs(WANTED)), alone)
 
 
 @pytest.mark.parametrize(
