@@ -77,6 +77,7 @@ def test_stages_get_the_arguments_of_machines_and_the_engine_is_machine_0() -> N
             args = EngineArgs(**start.args | {"lora_modules": ()})
             assert (args.nnodes, args.master_addr, args.node_rank) == (3, "10.0.0.1:7", number)
             assert args.num_gpu_blocks_override == 64
+            assert start.is_other_machine
         link.write(b"x")
         await link.drain()
         assert (links[0].written, links[0].calls) == ([b"x"], ["drain"])

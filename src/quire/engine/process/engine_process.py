@@ -377,7 +377,7 @@ def main(descriptor: int) -> None:
 
     try:
         args = EngineArgs(**start.args)
-        if args.node_rank > 0:
+        if start.is_other_machine:
             return part_of(args)()
         if args.resolve().model.runner == "pooling":
             _lower_priority()  # before the threads of the kernels start

@@ -30,7 +30,8 @@ class StagedLink:
         self._engine, self._stages = engine, stages
         given = dataclasses.asdict(args) | self.own_args
         for number, stage in enumerate(stages, start=1):
-            stage.write(messages.to_frame(messages.Start(given | {"node_rank": number}, log.chosen_format)))
+            start = messages.Start(given | {"node_rank": number}, log.chosen_format, is_other_machine=True)
+            stage.write(messages.to_frame(start))
         self._watching = [asyncio.create_task(self._watch(stage)) for stage in stages]
 
     async def _watch(self, stage: EngineLink) -> str:
