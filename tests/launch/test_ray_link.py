@@ -60,6 +60,7 @@ class FakeActor:
 
     def kill(self) -> None:
         self.is_killed.set()
+        self.actor._port.close()
         self.actor._link.kill()  # as the process ends with the actor that has started it
 
 

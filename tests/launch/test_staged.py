@@ -167,7 +167,6 @@ def test_an_engine_of_stages_gives_the_tokens_of_one_process_and_is_replaced_as_
     expected = LLM(num_gpu_blocks_override=64, num_threads=1).generate("def f(", PARAMS, use_tqdm=False)[0].outputs
     assert [output.outputs for output in asyncio.run(asyncio.wait_for(main(), 120))] == [expected] * 2
     assert [actor.is_killed.is_set() for actor in FakeActor.made] == [True] * 4
-    assert len({actor.actor._port.getsockname() for actor in FakeActor.made}) == 4
     assert all(actor.actor._link._process.returncode is not None for actor in FakeActor.made)
 
 

@@ -42,7 +42,7 @@ class EngineActor:
 
     def __init__(self) -> None:
         self._link: ProcessLink
-        self._port: socket.socket
+        self._port = contextlib.ExitStack()
 
     async def start(self, secret: bytes) -> bytes:
         """Start the process, and return a Hello. `secret` is what the machines of an engine prove to each other to
@@ -57,10 +57,10 @@ class EngineActor:
         Returns the address."""
         import ray
 
-        self._port = socket.socket()
-        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._port.bind((ray.util.get_node_ip_address(), 0))
-        host, port = self._port.getsockname()
+        sock = self._port.enter_context(socket.socket())
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((ray.util.get_node_ip_address(), 0))
+        host, port = sock.getsockname()
         return f"{host}:{port}"
 
     async def write(self, data: bytes) -> bytes:
@@ -77,6 +77,7 @@ class EngineActor:
 
     async def end(self) -> bytes:
         """Close the engine's socket, wait for its end, and return how it ended."""
+        self._port.close()
         return (await self._link.end()).encode()
 
 
