@@ -48,13 +48,13 @@ def engines(door: Door) -> range:
 
 @pytest.mark.parametrize(
     ("number", "given", "ending"),
-    [(2, RANKS, ["actor"]), (2, STAGES, ["actor", "node"]), (1, RANKS | STAGES, ["process"])],
+    [(2, RANKS, ["actor"]), (2, STAGES, ["actor", "node"]), (1, RANKS | STAGES, [])],
     ids=["ranks", "stages", "ranks of stages"],
 )
 def test_engines_of_several_processes_go_on_when_a_part_ends(
     number: int, given: dict[str, Any], ending: list[str], alone: list[Any], cluster: Any
 ) -> None:
-    """They use all CPUs of the cluster. What ends is their last part, which is another stage where there is one."""
+    """They use all CPUs of the cluster. What ends is the actor or node of another stage where there is one."""
     from ray.util.placement_group import placement_group_table
 
     door = Door(**on(cluster, number, **given))
@@ -92,7 +92,7 @@ def check_end(door: Door, what: str, alone: list[Any], cluster: Any) -> None:
             (node,) = [node for node in cluster.worker_nodes if node.node_id == id_of]
             await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
         else:
-            os.kill(parent_of(its[-1]) if what == "actor" else parts_of(its[-1])[-1], signal.SIGKILL)
+            os.kill(parent_of(its[-1]), signal.SIGKILL)
         while not all(engine.death for engine in ended):
             await asyncio.sleep(0.01)
         if what == "node":
