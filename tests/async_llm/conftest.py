@@ -15,9 +15,9 @@ def engines_that_wait_for_their_reader() -> Iterator[None]:
     """Where tests act while requests run, the requests would else have ended if this process was stalled before."""
     start = link.start_process
 
-    def start_process(its: socket.socket) -> "subprocess.Popen[bytes] | Any":
+    def start_process(its: socket.socket, variables: Any) -> "subprocess.Popen[bytes] | Any":
         its.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel makes it its least: some 4 KiB
-        return start(its)
+        return start(its, variables)
 
     link.start_process = start_process
     yield

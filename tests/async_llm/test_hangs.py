@@ -69,7 +69,7 @@ def speaking(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def speak(*programs: str) -> None:
         left = list(programs)
 
-        def start(its: Any) -> subprocess.Popen[bytes]:
+        def start(its: Any, variables: Any) -> subprocess.Popen[bytes]:
             command = [sys.executable, "-c", f"{PROGRAM}\n{left.pop(0)}\nsys.exit(7)", str(its.fileno())]
             return subprocess.Popen(command, pass_fds=[its.fileno()], env=environment)
 

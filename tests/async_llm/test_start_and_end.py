@@ -51,8 +51,8 @@ def test_what_llm_would_raise_is_raised(kwargs: dict[str, Any], error: type[Exce
 def test_an_engine_that_dies_while_it_starts_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     start = link.start_process
 
-    def start_and_kill(its: Any) -> subprocess.Popen[bytes]:
-        process = start(its)
+    def start_and_kill(its: Any, variables: Any) -> subprocess.Popen[bytes]:
+        process = start(its, variables)
         process.kill()
         return process
 

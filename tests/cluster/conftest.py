@@ -40,7 +40,7 @@ def parent_of(pid: int) -> int:
 
 
 def processes() -> dict[int, str]:
-    """The processes of Ray and of engines that this one has started, by id."""
+    """The processes of Ray and of engines that this one has started, by id, without those that end with the tests."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -49,19 +49,19 @@ def processes() -> dict[int, str]:
             is_mine = mine in (path / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if is_mine and pid != os.getpid() and command:
+        if is_mine and pid != os.getpid() and command and "tests.forks.server" not in command:
             found[pid] = command
     return found
 
 
-def start(make: Callable[[], Any]) -> Any:
+def start(make: Callable[[], Any], num_cpus: int) -> Any:
     """Start the nodes. Ray gives a node 30 seconds, which a busy machine may need more than once."""
     for attempt in range(3):
         nodes = make()
         try:
             nodes.add_node(num_cpus=0, include_dashboard=False)
             for _ in range(2):
-                nodes.add_node(num_cpus=1)
+                nodes.add_node(num_cpus=num_cpus)
             return nodes
         except Exception:
             nodes.shutdown()
@@ -85,12 +85,12 @@ def settings() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def cluster(settings: None) -> Iterator[Any]:
-    """A head node without CPUs, and two nodes of one CPU each."""
+def cluster(settings: None, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A head node without CPUs, and two nodes of one CPU each, or of the module's NUM_CPUS."""
     import ray
     from ray.cluster_utils import Cluster
 
-    nodes = start(Cluster)
+    nodes = start(Cluster, getattr(request.module, "NUM_CPUS", 1))
     try:
         yield nodes
     finally:

@@ -166,7 +166,8 @@ def test_a_cluster_of_this_machine_listens_on_the_loopback_address_and_leaves_no
     program = (
         "from pathlib import Path\n"
         "from quire import LLM, SamplingParams\n"
-        "llm = LLM(distributed_executor_backend='ray', num_threads=1, num_gpu_blocks_override=64)\n"
+        "where = {'distributed_executor_backend': 'ray', 'tensor_parallel_size': 2}\n"
+        "llm = LLM(**where, num_threads=1, num_gpu_blocks_override=64)\n"
         "print(llm.generate('a', SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids)\n"
         "import os, subprocess\n"
         "mine = os.environ['RAY_AUTH_TOKEN'].encode()\n"

@@ -102,8 +102,6 @@ def machines(num_ranks=None, **changed):
     ("given", "message"),
     [
         ({"data_parallel_size": 2, "nodes": machines()}, "data_parallel_size=2: only one engine can have nnodes=2"),
-        ({"tensor_parallel_size": 2, "backend": "ray"}, "tensor_parallel_size=2: an engine on a Ray cluster"),
-        ({"pipeline_parallel_size": 3, "backend": "ray"}, "pipeline_parallel_size=3: an engine on a Ray cluster"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(given, message):
@@ -115,7 +113,7 @@ def test_what_cannot_be_combined_is_refused_by_name(given, message):
     "given",
     [
         {"nodes": machines(), "data_parallel_size": 1},
-        {"backend": "ray", "data_parallel_size": 2},
+        {"backend": "ray", "data_parallel_size": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 3},
         {"backend": "mp", "tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     ],
 )

@@ -22,6 +22,11 @@ def test_numbers_and_ranges_are_read_in_the_order_given(text: str, cpus: tuple[i
     assert EngineArgs(cpu_list=text).resolve().parallel == ParallelConfig(None, cpus=cpus)
 
 
+def test_any_cpu_is_none_to_which_a_thread_is_pinned() -> None:
+    parallel = EngineArgs(cpu_list="any", num_threads=2).resolve().parallel
+    assert parallel == ParallelConfig(2, pins_ranks=False)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -51,6 +51,11 @@ def test_below_a_quota_threads_are_not_pinned(monkeypatch: pytest.MonkeyPatch) -
     assert parts(data_parallel_size=2) == [("0,1,2,3", None, 400), ("4,5,6,7", None, 400)]
 
 
+def test_where_no_thread_may_be_pinned_engines_have_a_number_of_threads() -> None:
+    assert parts(data_parallel_size=2, cpu_list="any") == [("any", 4, 400), ("any", 4, 400)]
+    assert parts(data_parallel_size=2, tensor_parallel_size=2, cpu_list="any")[0] == ("any", 2, 400)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [

@@ -19,6 +19,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from quire.interfaces.launch import link
 from quire.runner.parallel import links
@@ -26,7 +27,7 @@ from tests.forks.wire import Request, read, receive_number, send
 
 READ_EARLY = ("QUIRE_", "OMP_", "MKL_", "LD_", "PYTHONHASHSEED", "HF_", "NO_COLOR", "FORCE_COLOR")
 """How variables begin that may be read when something is imported: a fork has those of the fork server."""
-READ_LATE = {"QUIRE_API_KEY", "QUIRE_FAULTS"}
+READ_LATE = {"QUIRE_API_KEY", "QUIRE_FAULTS", "QUIRE_MASTER_SECRET"}
 """Of these, those that a fork reads itself."""
 
 
@@ -90,10 +91,11 @@ class ForkServer:
         differing = {name for name, _ in set(environment.items()) ^ set(self.environment.items())} - READ_LATE
         return not any(name.startswith(READ_EARLY) for name in differing)
 
-    def start_engine(self, its: socket.socket) -> "Forked | subprocess.Popen[bytes]":
+    def start_engine(self, its: socket.socket, variables: Mapping[str, str]) -> "Forked | subprocess.Popen[bytes]":
         """As link.start_process."""
         module = "quire.engine.process.engine_process"
-        return self._fork(module, [str(its.fileno())], [its.fileno()]) or _start_unforked(its)
+        forked = self._fork(module, [str(its.fileno())], [its.fileno()], variables)
+        return forked or _start_unforked(its, variables)
 
     def start_child(
         self, module: str, arguments: Sequence[str], descriptors: Sequence[int]
@@ -101,9 +103,15 @@ class ForkServer:
         """As links.start_child."""
         return self._fork(module, arguments, descriptors) or _start_child_unforked(module, arguments, descriptors)
 
-    def _fork(self, module: str, arguments: Sequence[str], descriptors: Sequence[int]) -> Forked | None:
+    def _fork(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        descriptors: Sequence[int],
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> Forked | None:
         """None if the environment of this process is not that of the fork server."""
-        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)), **variables)
         if not self.can_run(environment):
             return None
         with open(os.devnull, "rb") as nothing:

@@ -1,5 +1,6 @@
 """Where engines run: what is refused before anything starts, and the clocks of other machines."""
 
+import asyncio
 import os
 import sys
 from dataclasses import replace
@@ -15,43 +16,72 @@ from quire.engine.process.messages import Abort, AddMany, AddPooling, AddRequest
 from quire.interfaces.launch import placing
 from quire.interfaces.launch.clocks import shifted
 from quire.interfaces.launch.placing import place
-from quire.interfaces.launch.ray_cluster import LOCAL, share_of_nodes
+from quire.interfaces.launch.ray_cluster import LOCAL, RayCluster, share_of_nodes
 from tests.ports import free_port
 
 RAY: dict[str, Any] = {"distributed_executor_backend": "ray"}
 
 
-@pytest.mark.parametrize(
-    ("nodes", "num_engines", "num_threads", "share"),
-    [
-        ([8], 1, None, 8),
-        ([8], 3, None, 2),
-        ([8, 8], 2, None, 8),
-        ([0, 4, 6], 2, None, 4),
-        ([0, 4, 6], 3, None, 3),
-        ([1, 1], 2, None, 1),
-        ([4, 4], 3, 2, 2),
-    ],
-)
-def test_engines_get_the_largest_equal_number_of_cpus(
-    nodes: list[int], num_engines: int, num_threads: int | None, share: int
-) -> None:
-    assert share_of_nodes(nodes, num_engines, num_threads) == share
+def engines(number: int, num_stages: int = 1, num_ranks: int = 1, num_threads: int | None = None) -> EngineArgs:
+    return EngineArgs(
+        **RAY,
+        data_parallel_size=number,
+        pipeline_parallel_size=num_stages,
+        tensor_parallel_size=num_ranks,
+        num_threads=num_threads,
+    )
 
 
 @pytest.mark.parametrize(
-    ("nodes", "num_engines", "num_threads", "numbers"),
+    ("nodes", "args", "share"),
     [
-        ([1, 1], 3, None, "data_parallel_size=3 engines of 1 threads need 3 CPUs, .* have 1 [+] 1: add nodes"),
-        ([3, 3], 2, 4, "2 engines of 4 threads need 8 CPUs, .* have 3 [+] 3: add nodes, or lower"),
-        ([], 1, None, "need 1 CPUs, .* have none"),
+        ([8], engines(1), 8),
+        ([8], engines(3), 2),
+        ([8, 8], engines(2), 8),
+        ([0, 4, 6], engines(2), 4),
+        ([0, 4, 6], engines(3), 3),
+        ([1, 1], engines(2), 1),
+        ([4, 4], engines(3, num_threads=2), 2),
+        ([8], engines(2, num_ranks=2), 2),
+        ([3, 3], engines(2, num_ranks=2), 1),
+        ([8, 8], engines(1, num_stages=2), 8),
+        ([9], engines(1, num_stages=2), 4),
+        ([0, 8, 5], engines(2, num_stages=2, num_ranks=2), 1),
+        ([8, 8], engines(1, num_stages=2, num_ranks=4, num_threads=2), 2),
     ],
 )
-def test_engines_that_do_not_fit_are_refused_with_the_numbers(
-    nodes: list[int], num_engines: int, num_threads: int | None, numbers: str
-) -> None:
-    with pytest.raises(ConfigError, match=numbers):
-        share_of_nodes(nodes, num_engines, num_threads)
+def test_ranks_get_the_largest_equal_number_of_cpus(nodes: list[int], args: EngineArgs, share: int) -> None:
+    assert share_of_nodes(nodes, args) == share
+
+
+@pytest.mark.parametrize(
+    ("nodes", "args", "numbers"),
+    [
+        ([1, 1], engines(3), "data_parallel_size=3 engines of 1 threads need 3 CPUs, .* have 1 [+] 1: add nodes"),
+        ([3, 3], engines(2, num_threads=4), "2 engines of 4 threads need 8 CPUs, .* have 3 [+] 3: add nodes, or lower"),
+        ([], engines(1), "need 1 CPUs, .* have none: add nodes, or lower data_parallel_size or num_threads$"),
+        (
+            [1, 1],
+            engines(1, num_ranks=2),
+            "=1 engines of 2 ranks of 1 threads need 2 CPUs, each 2 on one node, and the nodes .* have 1 [+] 1: add "
+            "nodes, or lower data_parallel_size, tensor_parallel_size or num_threads$",
+        ),
+        (
+            [4, 4],
+            engines(2, num_stages=3, num_threads=2),
+            "=2 engines of 3 stages of 2 threads need 12 CPUs, and the nodes .* have 4 [+] 4: .*, pipeline_parallel_",
+        ),
+        (
+            [6, 3],
+            engines(1, num_stages=2, num_ranks=2, num_threads=2),
+            "=1 engines of 2 stages of 2 ranks of 2 threads need 8 CPUs, each 4 on one node, .* have 6 [+] 3: ",
+        ),
+    ],
+)
+def test_engines_that_do_not_fit_are_refused_with_the_numbers(nodes: list[int], args: EngineArgs, numbers: str) -> None:
+    with pytest.raises(ConfigError, match=numbers) as refused:
+        share_of_nodes(nodes, args)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.fixture
@@ -142,18 +172,18 @@ def test_an_engine_in_this_process_is_not_rays() -> None:
 class FakeCluster:
     """As RayCluster, with two engines on one node and one on another."""
 
-    num_cpus = 3
+    num_threads = 3
 
     @classmethod
     def place(cls, args: EngineArgs) -> "FakeCluster":
         assert args.data_parallel_size == 3
         return cls()
 
-    def engines_beside(self) -> list[int]:
+    def parts_beside(self) -> list[int]:
         return [2, 2, 1]
 
-    async def launch(self, number: int) -> int:
-        return number
+    async def launch(self, number: int, args: EngineArgs) -> tuple[int, float]:
+        return number, args.gpu_memory_utilization
 
     def close(self) -> None: ...
 
@@ -168,9 +198,35 @@ def test_engines_share_the_memory_of_their_node(monkeypatch: pytest.MonkeyPatch,
     assert {part.memory_limit for part in parts} == {2**30}
     assert {part.model for part in parts} == {str(tmp_path / "model")}, "other nodes have other folders"
     assert {part.num_threads for part in parts} == {3}
+    assert {part.cpu_list for part in parts} == {"any"}, "ranks of two engines would be pinned to the same CPUs"
     assert not any(part.has_own_processes for part in parts)
+    assert [asyncio.run(launch()) for _, launch in place(args).engines] == [(0, 0.4), (1, 0.4), (2, 0.8)]
     parts = [part for part, _ in place(replace(args, model="org/name", memory_limit=None)).engines]
     assert {(part.model, part.memory_limit) for part in parts} == {("org/name", None)}
+    assert place(replace(args, pipeline_parallel_size=2)).engines[0][0].memory_limit == 2**29, "each stage has a part"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "num_stages", "beside"),
+    [("abc", 1, [1, 1, 1]), ("aab", 1, [2, 2, 1]), ("abab", 2, [2, 2]), ("abca", 2, [2, 2]), ("abcd", 2, [1, 1])],
+)
+def test_the_fullest_node_of_an_engine_counts(
+    nodes: str, num_stages: int, beside: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("ray.util.placement_group")
+    module.placement_group_table = lambda group: group  # type: ignore[attr-defined]
+    for name in ("ray", "ray.util"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    table = {"bundles_to_node_id": dict(enumerate(nodes))}
+    args = engines(len(nodes) // num_stages, num_stages)
+    assert RayCluster(table, args, 1, owns_connection=False).parts_beside() == beside
+
+
+def test_machines_are_not_given_with_ray() -> None:
+    given: dict[str, Any] = {"pipeline_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.1:1"}
+    with pytest.raises(ConfigError, match=r"nnodes=2: Ray chooses the nodes of an engine's stages .* leave it at 1"):
+        EngineArgs(**RAY, **given).resolve()
 
 
 METRICS = RequestMetrics(1.0, 2.0, None, 4.0, num_preemptions=1)

@@ -60,6 +60,7 @@ class FakeActor:
 
     def kill(self) -> None:
         self.is_killed.set()
+        self.actor._port.close()
         self.actor._link.kill()  # as the process ends with the actor that has started it
 
 
@@ -75,7 +76,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(monkeypatch: pytest.MonkeyPatch, program: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run this with engine processes that are this program."""
 
-    def start(its: Any) -> subprocess.Popen[bytes]:
+    def start(its: Any, variables: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", program, str(its.fileno())], pass_fds=[its.fileno()])
 
     async def main_and_end() -> None:

@@ -21,6 +21,7 @@ from quire.runner.parallel.machines import nodes
 from quire.runner.parallel.machines.node import run_node
 from quire.runner.parallel.machines.nodes import Hello, Welcome, admit, fingerprint, join
 from quire.runner.parallel.messages import Connection, to_frame
+from tests.async_llm.door import Door
 
 HOST = f"127.{os.getpid() >> 14 & 255}.{os.getpid() >> 7 & 127}.{1 + (os.getpid() & 127)}"
 """An address of this process alone, so that tests beside it can use the same port."""
@@ -342,8 +343,9 @@ def test_addresses_have_a_port(given: str, found: str) -> None:
 @pytest.mark.parametrize("divided", ["pipeline_parallel_size", "tensor_parallel_size"])
 def test_only_machine_0_serves(divided: str) -> None:
     given: dict[str, Any] = {"nnodes": 2, divided: 2, "master_addr": HOST}
-    with pytest.raises(ConfigError, match="node_rank=1: this machine computes for machine 0; start it with"):
-        LLM(**given, node_rank=1)
+    for make in (LLM, Door):
+        with pytest.raises(ConfigError, match="node_rank=1: this machine computes for machine 0; start it with"):
+            make(**given, node_rank=1)
     with pytest.raises(ConfigError, match="node_rank=0 serves requests; a machine that only computes"):
         run_node(EngineArgs(**given))
 

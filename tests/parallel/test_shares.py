@@ -142,7 +142,6 @@ def test_stages_of_one_machine_have_cpus_of_their_own(
         ({"runner": "pooling"}, "models that pool texts .runner='pooling'. run in one process each; leave it at 1"),
         ({"model_impl": "transformers"}, "modules of transformers .model_impl='transformers'. run in one process each"),
         ({"weights_from_file": "always"}, "weights that stay in a file .weights_from_file='always'. run in one"),
-        ({"distributed_executor_backend": "ray"}, "an engine on a Ray cluster .* is one process; leave it at 1"),
     ],
 )
 def test_what_stages_cannot_do_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -198,6 +197,7 @@ def test_the_plan_counts_the_stages_of_this_machine() -> None:
         (8, None, {"cpus": (1, 3, 5, 7)}, [(1, 3), (5,), (7,)]),
         (8, 4.0, {}, [2, 1, 1]),
         (2, None, {"num_threads": 1}, [1, 1, 1]),
+        (6, None, {"num_threads": 1, "pins_ranks": False}, [1, 1, 1]),
     ],
 )
 def test_ranks_have_cpus_of_their_own(
@@ -229,7 +229,6 @@ def test_engines_of_several_ranks_get_cpus_for_all(monkeypatch: pytest.MonkeyPat
         ({"tensor_parallel_size": 3, "cpu_list": "0"}, " ranks need a CPU each, and 1 are available"),
         ({"runner": "pooling"}, "models that pool texts .runner='pooling'. run in one process each; leave it at 1"),
         ({"model_impl": "transformers"}, "modules of transformers .model_impl='transformers'. run in one"),
-        ({"distributed_executor_backend": "ray"}, "an engine on a Ray cluster .* is one process; leave it at 1"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused(given: dict[str, Any], message: str) -> None:

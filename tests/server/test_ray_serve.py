@@ -66,6 +66,7 @@ class FakeServe:
     [
         ({"num_threads": "3"}, 3, 4),
         ({"num_threads": 2, "data_parallel_size": 2, "autoscaling_config": "{max_replicas: 7}"}, 4, 7),
+        ({"num_threads": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 3}, 12, 4),
         ({"distributed_executor_backend": "ray", "autoscaling_config": {"max_replicas": 9}}, 0, 9),
         ({}, len(os.sched_getaffinity(0)), 4),
     ],

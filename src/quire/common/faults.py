@@ -78,9 +78,9 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A failure to inject: what fails, where, and how often. Raises ConfigError for unknown points and errors."""
 
     point: str
-    action: Literal["raise", "delay", "exit", "kill", "write"] = "raise"
-    """`exit` ends the process at once and `kill` sends it SIGKILL. `write` writes half of the data and then raises; at
-    a point that writes no data it only raises."""
+    action: Literal["raise", "delay", "exit", "kill", "stop", "write"] = "raise"
+    """`exit` ends the process at once, `kill` sends it SIGKILL and `stop` SIGSTOP. `write` writes half of the data and
+    then raises; at a point that writes no data it only raises."""
     error: str = "RuntimeError"
     """The name of the built-in exception to raise, or of an errno such as `ENOSPC` for an OSError."""
     seconds: float = 1.0
@@ -183,6 +183,8 @@ def _act(fault: Fault) -> None:
             os._exit(fault.status)
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         case _:
             error = fault.exception()
             assert error is not None

@@ -20,7 +20,7 @@ from quire.config.checkpoint.draft_heads import verifier_of
 from quire.config.lora import LoRAConfig
 from quire.config.machine import parse_bytes
 from quire.config.model import ModelConfig
-from quire.config.parallel import BACKENDS, NodesConfig, ParallelConfig, parse_cpu_list
+from quire.config.parallel import ANY_CPU, BACKENDS, NodesConfig, ParallelConfig, parse_cpu_list
 from quire.config.scheduler import SchedulerConfig
 from quire.config.speculative import AUTOMATIC, SpeculativeConfig, draft_model
 
@@ -172,7 +172,9 @@ class EngineArgs(metaclass=_NamesChecked):
         None, "file of the secret that machines prove to each other to have; none: QUIRE_MASTER_SECRET"
     )
     num_threads: int | None = arg(None, "threads of the kernels, in each process; none: all CPUs of the set and quota")
-    cpu_list: str | None = arg(None, "CPUs, as in 0,2-3, each with one thread pinned to it; none: no pinning")
+    cpu_list: str | None = arg(
+        None, "CPUs, as in 0,2-3, each with one thread pinned to it; any: no pinning; none: only of ranks and stages"
+    )
     hf_overrides: Mapping[str, Any] | None = arg(None, "values that replace those of config.json, as a JSON object")
     override_generation_config: Mapping[str, Any] | None = arg(
         None, "values that replace those of generation_config.json, as a JSON object"
@@ -258,6 +260,7 @@ class EngineArgs(metaclass=_NamesChecked):
                     self.tensor_parallel_size,
                 ),
                 cpus=() if self.cpu_list is None else parse_cpu_list(self.cpu_list),
+                pins_ranks=self.cpu_list != ANY_CPU,
                 backend=self._backend(),
             ),
             seed=self.seed,

@@ -12,6 +12,8 @@ MAX_ENGINES = 1024
 MAX_RANKS = 64
 MASTER_PORT = 29501
 """vLLM's `master_port`."""
+ANY_CPU = "any"
+"""As `cpu_list`: no thread is pinned."""
 BACKENDS = ("mp", "uni", "ray")
 """Where engines run: processes of this machine, which vLLM's `uni` means too, or actors of a Ray cluster."""
 
@@ -169,6 +171,8 @@ class ParallelConfig:
     """Which executor runs the batches; see quire.runner.executor. None: the one for this number of ranks."""
     cpus: tuple[int, ...] = ()
     """CPUs that each get one thread pinned to them; if empty, `num_threads` threads run unpinned."""
+    pins_ranks: bool = True
+    """Whether ranks and stages get CPUs of their own where `cpus` is empty."""
     pipeline_parallel_size: int = 1
     """Stages of layers that compute each step one behind the other, this process's the last one. Each has
     `tensor_parallel_size` processes."""
@@ -194,12 +198,11 @@ class ParallelConfig:
             raise ConfigError(
                 f"data_parallel_size={self.data_parallel_size}: only one engine can have nnodes={self.nodes.nnodes}"
             )
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if self.backend == "ray" and getattr(self, name) > 1:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)}: an engine on a Ray cluster (distributed_executor_backend='ray') is "
-                    "one process; leave it at 1"
-                )
+        if self.nodes is not None and self.backend == "ray":
+            raise ConfigError(
+                f"nnodes={self.nodes.nnodes}: Ray chooses the nodes of an engine's stages "
+                "(distributed_executor_backend='ray'); leave it at 1"
+            )
 
     @property
     def own_stages(self) -> tuple[Range, ...]:
@@ -227,14 +230,17 @@ class ParallelConfig:
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """Parse `0,2-3` into (0, 2, 3). Raises ConfigError unless each CPU may be used by this process and occurs once."""
+    """Parse `0,2-3` into (0, 2, 3), and `any` into none. Raises ConfigError unless each CPU may be used by this process
+    and occurs once."""
+    if text == ANY_CPU:
+        return ()
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     cpus: list[int] = []
     for item in text.split(","):
         numbers = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", item.strip())
         first, last = (int(numbers[1]), int(numbers[2] or numbers[1])) if numbers else (1, 0)
         if first > last:
-            raise ConfigError(f"cpu_list={text!r}: write CPU numbers and ranges, as in 0,2-3")
+            raise ConfigError(f"cpu_list={text!r}: write CPU numbers and ranges, as in 0,2-3, or any")
         for cpu in range(first, last + 1):
             if cpu not in allowed or cpu in cpus:
                 problem = "listed twice" if cpu in cpus else "not available to this process"

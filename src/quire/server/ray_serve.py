@@ -137,4 +137,4 @@ def _num_cpus(args: EngineArgs) -> int:
         return 0
     if args.num_threads is None:
         return len(os.sched_getaffinity(0))
-    return args.num_threads * args.data_parallel_size
+    return args.num_threads * args.tensor_parallel_size * args.pipeline_parallel_size * args.data_parallel_size

@@ -40,6 +40,7 @@ from quire.engine.requests.sequence import SequenceGroup
 from quire.engine.view.block_tokens import block_tokens
 from quire.engine.view.cache_view import MIN_INTERVAL_S, CacheView
 from quire.kv.prefix_cache.changes import PrefixChanges
+from quire.runner.parallel.machines.node import part_of
 
 if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
@@ -377,6 +378,8 @@ def main(descriptor: int) -> None:
 
     try:
         args = EngineArgs(**start.args)
+        if start.is_other_machine:
+            return part_of(args)()
         if args.resolve().model.runner == "pooling":
             _lower_priority()  # before the threads of the kernels start
         engine = LLMEngine.from_args(args)

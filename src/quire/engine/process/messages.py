@@ -33,6 +33,8 @@ class Start(msgspec.Struct, tag=True):
     """Format of the log, as in `set_up_logging`; None to leave logging as it is."""
     hang_timeout_s: float | None = None
     """After how long without progress the process is ended; None for never."""
+    is_other_machine: bool = False
+    """Whether the process computes for that of machine 0 of its engine, which it joins, and serves nothing itself."""
 
 
 class Progress(msgspec.Struct):

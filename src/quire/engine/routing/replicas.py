@@ -8,7 +8,7 @@ import os
 from quire.common.errors import ConfigError
 from quire.config.args import EngineArgs
 from quire.config.machine import cpu_quota, format_bytes, machine_memory, neighbours_first, parse_bytes
-from quire.config.parallel import parse_cpu_list
+from quire.config.parallel import ANY_CPU, parse_cpu_list
 
 
 def replica_args(args: EngineArgs) -> list[EngineArgs]:
@@ -23,8 +23,9 @@ def replica_args(args: EngineArgs) -> list[EngineArgs]:
     memory_limit = _memory_limit(args) // number
     engines = [dataclasses.replace(args, data_parallel_size=1, memory_limit=memory_limit) for _ in range(number)]
     quota = cpu_quota()
-    cpus = neighbours_first(os.sched_getaffinity(0) if args.cpu_list is None else parse_cpu_list(args.cpu_list))
-    most = len(cpus) if quota is None or args.cpu_list is not None else min(len(cpus), max(1, int(quota)))
+    given = parse_cpu_list(ANY_CPU if args.cpu_list is None else args.cpu_list)
+    cpus = neighbours_first(given or os.sched_getaffinity(0))
+    most = len(cpus) if quota is None or given else min(len(cpus), max(1, int(quota)))
     num_ranks = args.tensor_parallel_size * args.pipeline_parallel_size
     num_threads = num_ranks * (args.num_threads or most // (number * num_ranks))
     if num_threads * number > most or num_threads < 1:
@@ -34,8 +35,12 @@ def replica_args(args: EngineArgs) -> list[EngineArgs]:
             f"CPUs, and {most} are available: lower data_parallel_size or num_threads"
         )
     parts = [cpus[start : start + num_threads] for start in range(0, number * num_threads, num_threads)]
-    if quota is not None and quota < len(cpus):  # pinned threads would wait for CPUs that others use
-        return [dataclasses.replace(engine, num_threads=num_threads // num_ranks, cpu_list=None) for engine in engines]
+    cannot_pin = quota is not None and quota < len(cpus)  # pinned threads would wait for CPUs that others use
+    if cannot_pin or args.cpu_list == ANY_CPU:
+        unpinned = None if given else args.cpu_list
+        return [
+            dataclasses.replace(engine, num_threads=num_threads // num_ranks, cpu_list=unpinned) for engine in engines
+        ]
     return [
         dataclasses.replace(engine, num_threads=None, cpu_list=",".join(map(str, part)))
         for engine, part in zip(engines, parts, strict=True)

@@ -54,7 +54,8 @@ class EngineClient:
         """
         client = cls(await launch(), hang_timeout_s)
         try:
-            client.send(messages.Start(dataclasses.asdict(args), log.chosen_format, hang_timeout_s))
+            given = dataclasses.asdict(args) | dict(client._link.own_args)
+            client.send(messages.Start(given, log.chosen_format, hang_timeout_s))
             message = await client._receive()
             if isinstance(message, messages.StartFailed):
                 raise error_named(message.kind, message.message)

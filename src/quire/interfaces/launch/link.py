@@ -8,8 +8,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
 
 READ_AHEAD_BYTES = 1024**2
 
@@ -33,6 +33,10 @@ class EngineLink(Protocol):
     @property
     def clock_s(self) -> float:
         """Seconds by which time.monotonic() of the engine is ahead of this process's; 0 on one machine."""
+
+    @property
+    def own_args(self) -> Mapping[str, Any]:
+        """Arguments that the engine gets in the place of those of all, because of where it runs."""
 
     def write(self, data: bytes) -> None:
         """Queue bytes to be sent. They are dropped if the connection has ended."""
@@ -58,6 +62,7 @@ class ProcessLink:
     """An engine in a process of this machine, behind a socket."""
 
     clock_s = 0.0
+    own_args: Mapping[str, Any] = {}
 
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -67,12 +72,12 @@ class ProcessLink:
         self._writer = writer
 
     @classmethod
-    async def launch(cls) -> ProcessLink:
-        """Start an engine process."""
+    async def launch(cls, secret: str = "") -> ProcessLink:
+        """Start an engine process. `secret` is what the machines of an engine prove to each other to have."""
         ours, its = socket.socketpair()
         with its:
             try:
-                process = start_process(its)
+                process = start_process(its, {"QUIRE_MASTER_SECRET": secret} if secret else {})
                 reader, writer = await asyncio.open_unix_connection(sock=ours, limit=READ_AHEAD_BYTES)
             except BaseException:
                 ours.close()
@@ -120,9 +125,9 @@ def _wait_for(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def start_process(its: socket.socket) -> subprocess.Popen[bytes]:
+def start_process(its: socket.socket, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the process in a session of its own, so that Ctrl-C in a terminal reaches only the client."""
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)), **variables)
     descriptor = its.fileno()
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "quire.engine.process.engine_process", str(descriptor)],

@@ -10,6 +10,7 @@ from pathlib import Path
 from quire.common.errors import ConfigError
 from quire.config.args import EngineArgs
 from quire.config.machine import parse_bytes
+from quire.config.parallel import ANY_CPU
 from quire.engine.routing.replicas import replica_args
 from quire.interfaces.launch.link import Launcher, ProcessLink
 from quire.interfaces.launch.ray_cluster import RayCluster
@@ -35,12 +36,14 @@ def _on_this_machine(args: EngineArgs) -> Placed:
 
 
 def _on_ray(args: EngineArgs) -> Placed:
-    """Each engine gets as many CPUs as threads, and of its node's memory an equal share with the engines beside it."""
-    if args.cpu_list is not None:
+    """Each stage of an engine gets as many CPUs of a node as its ranks have threads, and of the node's memory an equal
+    share with the engines and stages beside it."""
+    if args.cpu_list not in (None, ANY_CPU):
         raise ConfigError(f"cpu_list={args.cpu_list!r}: Ray chooses the nodes and CPUs of engines; give num_threads")
     limit = None
     if args.memory_limit is not None:
-        limit = parse_bytes("memory_limit", args.memory_limit) // args.data_parallel_size
+        num_parts = args.data_parallel_size * args.pipeline_parallel_size
+        limit = parse_bytes("memory_limit", args.memory_limit) // num_parts
     cluster = RayCluster.place(args)
     part = replace(
         args,
@@ -50,14 +53,13 @@ def _on_ray(args: EngineArgs) -> Placed:
         data_parallel_size=1,
         distributed_executor_backend=None,
         ray_address=None,
-        num_threads=cluster.num_cpus,
+        num_threads=cluster.num_threads,
+        cpu_list=ANY_CPU,  # what else runs on its node is unknown
         memory_limit=limit,
     )
-    engines = [
-        (replace(part, gpu_memory_utilization=args.gpu_memory_utilization / beside), partial(cluster.launch, number))
-        for number, beside in enumerate(cluster.engines_beside())
-    ]
-    return Placed(engines, cluster.close)
+    shares = [args.gpu_memory_utilization / beside for beside in cluster.parts_beside()]
+    parts = [replace(part, gpu_memory_utilization=share) for share in shares]
+    return Placed([(each, partial(cluster.launch, n, each)) for n, each in enumerate(parts)], cluster.close)
 
 
 def _for_any_folder(name: str | None) -> str | None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ class Hello(msgspec.Struct):
     machine: str
     """Identifies the running system, whose processes share a clock and their ids."""
     monotonic_s: float
+    address: str = ""
+    """HOST:PORT of the node, where an engine of several machines can await them; empty for an engine of one."""
 
 
 class EngineActor:
@@ -38,12 +42,26 @@ class EngineActor:
 
     def __init__(self) -> None:
         self._link: ProcessLink
+        self._port = contextlib.ExitStack()
 
-    async def start(self) -> bytes:
-        """Start the process, and return a Hello."""
-        self._link = await ProcessLink.launch()
-        hello = Hello(__version__, os.uname().nodename, self._link.pid, machine_id(), time.monotonic())
+    async def start(self, secret: bytes) -> bytes:
+        """Start the process, and return a Hello. `secret` is what the machines of an engine prove to each other to
+        have; empty for an engine of one."""
+        address = self._keep_port() if secret else ""
+        self._link = await ProcessLink.launch(secret.hex())
+        hello = Hello(__version__, os.uname().nodename, self._link.pid, machine_id(), time.monotonic(), address)
         return msgspec.msgpack.encode(hello)
+
+    def _keep_port(self) -> str:
+        """Keep a port of this node free for the engine process, which can listen there as long as this one does not.
+        Returns the address."""
+        import ray
+
+        sock = self._port.enter_context(socket.socket())
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((ray.util.get_node_ip_address(), 0))
+        host, port = sock.getsockname()
+        return f"{host}:{port}"
 
     async def write(self, data: bytes) -> bytes:
         """Send bytes to the engine, and return none as soon as it has read enough to be sent more."""
@@ -59,6 +77,7 @@ class EngineActor:
 
     async def end(self) -> bytes:
         """Close the engine's socket, wait for its end, and return how it ended."""
+        self._port.close()
         return (await self._link.end()).encode()
 
 
@@ -75,11 +94,14 @@ class RayLink:
     Calls of an actor may overtake each other, so there is one call to `read` and one to `write` at a time.
     """
 
+    own_args: Mapping[str, Any] = {}
+
     def __init__(self, actor: Any, hello: Hello, clock_s: float) -> None:
         """`clock_s` is used for an engine of another machine."""
         is_here = hello.machine == machine_id()
         self.pid = hello.pid if is_here else None
         self.clock_s = 0.0 if is_here else clock_s
+        self.address = hello.address
         self.reader = asyncio.StreamReader(limit=READ_AHEAD_BYTES)
         self.reader.set_transport(self)  # type: ignore[arg-type]  # it pauses reading while much is unread
         self._actor = actor
@@ -92,10 +114,11 @@ class RayLink:
         self._ending: asyncio.Task[str] | None = None
 
     @classmethod
-    async def start(cls, actor: Any) -> RayLink:
-        """Start the engine process of an actor. Raises ConfigError if it has another version of Quire."""
+    async def start(cls, actor: Any, secret: bytes = b"") -> RayLink:
+        """Start the engine process of an actor, with the secret of an engine of several machines. Raises ConfigError if
+        it has another version of Quire."""
         asked_s = time.monotonic()
-        hello = msgspec.msgpack.decode(await actor.start.remote(), type=Hello)
+        hello = msgspec.msgpack.decode(await actor.start.remote(secret), type=Hello)
         if hello.version != __version__:
             raise ConfigError(
                 f"the node {hello.node} of the Ray cluster has quire {hello.version}, and this process {__version__}: "

@@ -10,13 +10,15 @@ import socket
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from quire.common.errors import ConfigError, EngineDeadError
 from quire.common.log import logger
 from quire.config.args import EngineArgs
+from quire.interfaces.launch.link import EngineLink
 from quire.interfaces.launch.ray_actor import EngineActor, RayLink, reason
+from quire.interfaces.launch.staged import StagedLink
 
 PLACE_S = 60.0
 """How long an engine waits for a node with free CPUs."""
@@ -36,15 +38,18 @@ _num_users = 0
 
 
 class RayCluster:
-    """A placement group with the CPUs of each engine, spread over the nodes. If a node dies, Ray moves its part to
-    another one, or to the next one that joins."""
+    """A placement group with a bundle for each stage of each engine, spread over the nodes: the CPUs of the stage's
+    ranks, which so are on one node. If a node dies, Ray moves its bundles to another one, or to the next one that
+    joins."""
 
-    def __init__(self, group: Any, num_engines: int, num_cpus: int, *, owns_connection: bool) -> None:
+    def __init__(self, group: Any, args: EngineArgs, num_threads: int, *, owns_connection: bool) -> None:
         """Use `place` instead."""
-        self.num_cpus = num_cpus
+        self.num_threads = num_threads
+        """Of each rank."""
         self._group = group
         self._owns_connection = owns_connection
-        self._num_engines = num_engines
+        self._num_engines, self._num_stages = args.data_parallel_size, args.pipeline_parallel_size
+        self._num_cpus = num_threads * args.tensor_parallel_size
 
     @classmethod
     def place(cls, args: EngineArgs) -> RayCluster:
@@ -61,44 +66,54 @@ class RayCluster:
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        num_engines = args.data_parallel_size
+        num_bundles = args.data_parallel_size * args.pipeline_parallel_size
         nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-        num_cpus = share_of_nodes(nodes, num_engines, args.num_threads)
-        group = placement_group([{"CPU": num_cpus}] * num_engines, strategy="SPREAD")
+        num_threads = share_of_nodes(nodes, args)
+        num_cpus = num_threads * args.tensor_parallel_size
+        group = placement_group([{"CPU": num_cpus}] * num_bundles, strategy="SPREAD")
         if not group.wait(PLACE_S):
             remove_placement_group(group)
             raise ConfigError(
-                f"the Ray cluster had no {num_engines} x {num_cpus} free CPUs within {PLACE_S:g} s: "
+                f"the Ray cluster had no {num_bundles} x {num_cpus} free CPUs within {PLACE_S:g} s: "
                 f"{ray.available_resources().get('CPU', 0):g} of {sum(nodes)} are free; end other work on the cluster, "
-                "or lower data_parallel_size or num_threads"
+                f"or lower {_sizes(args)}"
             )
-        return cls(group, num_engines, num_cpus, owns_connection=owns)
+        return cls(group, args, num_threads, owns_connection=owns)
 
-    def engines_beside(self) -> list[int]:
-        """By engine, the number of engines on its node, with itself."""
+    def parts_beside(self) -> list[int]:
+        """By engine, the number of stages, also of other engines, on the node of its own that has most of them."""
         from ray.util.placement_group import placement_group_table
 
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         counts = Counter(nodes.values())
-        return [counts[nodes[number]] for number in range(self._num_engines)]
+        return [max(counts[nodes[bundle]] for bundle in self._bundles(number)) for number in range(self._num_engines)]
 
-    async def launch(self, number: int) -> RayLink:
-        """Start an actor with the CPUs of this engine. Raises EngineDeadError if it cannot be started, and ConfigError
-        if its node has another version of Quire."""
+    def _bundles(self, number: int) -> range:
+        """Those of an engine. The first one is that of its process, which has the last stage."""
+        return range(number * self._num_stages, (number + 1) * self._num_stages)
+
+    async def launch(self, number: int, args: EngineArgs) -> EngineLink:
+        """Start an actor with its CPUs for each stage of this engine, whose arguments are given. Raises EngineDeadError
+        if one cannot be started, and ConfigError if its node has another version of Quire."""
+        secret = secrets.token_bytes(32) if self._num_stages > 1 else b""
+        engine, *stages = await all_or_none([self._start(bundle, secret) for bundle in self._bundles(number)])
+        return StagedLink(engine, stages, args, engine.address) if stages else engine
+
+    async def _start(self, bundle: int, secret: bytes) -> RayLink:
         import ray
         from ray.exceptions import RayError
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
-        options = {"num_cpus": self.num_cpus, "scheduling_strategy": place, "max_restarts": 0, "max_task_retries": 0}
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        options = {"num_cpus": self._num_cpus, "scheduling_strategy": place, "max_restarts": 0, "max_task_retries": 0}
         actor = ray.remote(EngineActor).options(**options).remote()
         try:
             async with asyncio.timeout(PLACE_S):
-                return await RayLink.start(actor)
+                return await RayLink.start(actor, secret)
         except BaseException as error:
             ray.kill(actor)
             if isinstance(error, TimeoutError):
-                problem = f"no node of the Ray cluster had {self.num_cpus} free CPUs for it within {PLACE_S:g} s"
+                problem = f"no node of the Ray cluster had {self._num_cpus} free CPUs for it within {PLACE_S:g} s"
                 raise EngineDeadError(problem) from error
             if isinstance(error, RayError):
                 raise EngineDeadError(f"the Ray cluster could not start it: {reason(error)}") from error
@@ -114,29 +129,55 @@ class RayCluster:
         _disconnect(self._owns_connection)
 
 
-def share_of_nodes(nodes: Sequence[int], num_engines: int, num_threads: int | None) -> int:
-    """Return the CPUs of each engine: `num_threads`, or the largest equal number with which all engines find a node.
+async def all_or_none(starting: Sequence[Awaitable[RayLink]]) -> list[RayLink]:
+    """Wait for all links, and kill the others if one cannot be started. Raises its error."""
+    tasks = [asyncio.ensure_future(each) for each in starting]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        for started in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(started, RayLink):
+                started.kill()
+        raise
 
-    `nodes` are the CPUs of each node. Raises ConfigError if the engines do not fit.
+
+def share_of_nodes(nodes: Sequence[int], args: EngineArgs) -> int:
+    """Return the threads of each rank: `num_threads`, or the largest equal number with which all stages of all engines
+    find a node that has the CPUs for their ranks.
+
+    `nodes` are the CPUs of each node. Raises ConfigError if they do not fit.
     """
+    num_ranks, num_stages = args.tensor_parallel_size, args.data_parallel_size * args.pipeline_parallel_size
 
-    def fits(num_cpus: int) -> bool:
-        return sum(node // num_cpus for node in nodes) >= num_engines
+    def fits(num_threads: int) -> bool:
+        return sum(node // (num_threads * num_ranks) for node in nodes) >= num_stages
 
-    if num_threads is not None and not fits(num_threads):
-        raise _too_few(nodes, num_engines, num_threads)
-    best = num_threads or next((number for number in range(max(nodes, default=0), 0, -1) if fits(number)), 0)
+    if args.num_threads is not None and not fits(args.num_threads):
+        raise _too_few(nodes, args, args.num_threads)
+    best = args.num_threads or next((number for number in range(max(nodes, default=0), 0, -1) if fits(number)), 0)
     if best == 0:
-        raise _too_few(nodes, num_engines, 1)
+        raise _too_few(nodes, args, 1)
     return best
 
 
-def _too_few(nodes: Sequence[int], num_engines: int, num_threads: int) -> ConfigError:
+def _too_few(nodes: Sequence[int], args: EngineArgs, num_threads: int) -> ConfigError:
+    num_ranks, num_stages = args.tensor_parallel_size, args.pipeline_parallel_size
+    parts = f" of {num_stages} stages" * (num_stages > 1) + f" of {num_ranks} ranks" * (num_ranks > 1)
+    together = f", each {num_ranks * num_threads} on one node" * (num_ranks > 1)
     return ConfigError(
-        f"data_parallel_size={num_engines} engines of {num_threads} threads need {num_engines * num_threads} CPUs, and "
-        f"the nodes of the Ray cluster have {' + '.join(map(str, nodes)) or 'none'}: add nodes, or lower "
-        "data_parallel_size or num_threads"
+        f"data_parallel_size={args.data_parallel_size} engines{parts} of {num_threads} threads need "
+        f"{args.data_parallel_size * num_stages * num_ranks * num_threads} CPUs{together}, and the nodes of the Ray "
+        f"cluster have {' + '.join(map(str, nodes)) or 'none'}: add nodes, or lower {_sizes(args)}"
     )
+
+
+def _sizes(args: EngineArgs) -> str:
+    """The arguments that say how many CPUs are needed."""
+    names = ["data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size"]
+    wide = [name for name in names[1:] if getattr(args, name) > 1]
+    return ", ".join([names[0], *wide]) + " or num_threads"
 
 
 def _connect(address: str | None) -> bool:

@@ -30,8 +30,8 @@ def check_ranks(config: EngineConfig) -> None:
 
 
 def rank_threads(parallel: ParallelConfig, shard: Shard) -> ParallelConfig:
-    """The threads of one rank: CPUs of its own, where there is one for each thread of all ranks. Raises ConfigError if
-    there are fewer CPUs than ranks, unless `num_threads` says that ranks may share them."""
+    """The threads of one rank: CPUs of its own, where there is one for each thread of all ranks and `pins_ranks` allows
+    it. Raises ConfigError if there are fewer CPUs than ranks, unless `num_threads` says that ranks may share them."""
     cpus = parallel.cpus or tuple(neighbours_first(os.sched_getaffinity(0)))
     quota = None if parallel.cpus else cpu_quota(Path("/"))
     most = len(cpus) if quota is None else min(len(cpus), max(1, int(quota)))
@@ -48,6 +48,7 @@ def rank_threads(parallel: ParallelConfig, shard: Shard) -> ParallelConfig:
         )
     counts = [parallel.num_threads] * shard.num_ranks if parallel.num_threads else shares(most, shard.num_ranks)
     start, end = shard.range_of(counts)
-    if sum(counts) > len(cpus) or most < len(cpus):  # pinned threads would wait for CPUs that others use
+    is_shared = sum(counts) > len(cpus) or most < len(cpus)  # pinned threads would wait for CPUs that others use
+    if is_shared or not parallel.pins_ranks:
         return replace(parallel, num_threads=counts[shard.rank], cpus=())
     return replace(parallel, num_threads=None, cpus=cpus[start:end])

@@ -3,6 +3,7 @@
 import select
 import socket
 import subprocess
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,14 @@ class Own(msgspec.Struct):
 def run_node(args: EngineArgs) -> NoReturn:
     """Run this machine's part, for one engine after another. Raises ConfigError if there is no machine 0, or it refuses
     this one."""
+    run = part_of(args)
+    while True:
+        run()
+
+
+def part_of(args: EngineArgs) -> Callable[[], None]:
+    """Return what joins machine 0, and runs this machine's part until the engine ends. Raises ConfigError, as the call
+    does if there is no machine 0, or it refuses this one."""
     config = args.resolve()
     nodes = config.parallel.nodes
     if nodes is None or nodes.node_rank == 0:
@@ -54,7 +63,8 @@ def run_node(args: EngineArgs) -> NoReturn:
     )
     module = "pipeline.stage_process" if nodes.num_ranks is None else "machines.machine_process"
     content = fingerprint(config.model)
-    while True:
+
+    def run() -> None:
         logger.info("machine %d of %d joins %s", nodes.node_rank, nodes.nnodes, nodes.master_addr)
         with ExitStack() as stack:
             numbers = range(nodes.num_connections)
@@ -65,6 +75,8 @@ def run_node(args: EngineArgs) -> NoReturn:
             process = start_child(f"quire.runner.parallel.{module}", given, descriptors)
             _await_end(process, sockets[0])
         logger.info("the process that computes for machine 0 %s", end_of(process))
+
+    return run
 
 
 def _await_end(process: subprocess.Popen[bytes], sock: socket.socket) -> None:
