@@ -75,7 +75,7 @@ class BlockSpaceManager:
     def share_hashes(self, key: bytes) -> PrefixChanges:
         """Hash with this key from now on, as other engines do, and return what collects the changes. Nothing has been
         cached or looked up before."""
-        trackers = [pool.tracker for pool in self.tiers.pools]
+        trackers = [pool.tracker for pool in self.tiers.pools if pool.num_blocks]
         if self.prefixes is None:
             return PrefixChanges((), 0)
         assert not self.prefixes.chains

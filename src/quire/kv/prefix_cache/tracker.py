@@ -1,7 +1,7 @@
 """What the computed blocks of a pool contain, and how it is found."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, KeysView
 from dataclasses import dataclass
 from itertools import islice
 
@@ -59,8 +59,8 @@ class BlockTracker:
         """Of the first blocks of group 0: salt and tokens -> roots."""
         self.touched: set[int] | None = None
         """Blocks whose content has changed, while a live view is open; the view empties it. None without a view."""
-        self.changed_hashes: set[BlockHash] | None = None
-        """Hashes that `on_change` was called with, while a PrefixChanges collects them."""
+        self.changed_hashes: list[BlockHash] | None = None
+        """Hashes that `on_change` was called with, in order, while a PrefixChanges collects them."""
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._contents
@@ -127,11 +127,11 @@ class BlockTracker:
     def _change(self, depth: int, block_hash: BlockHash) -> None:
         self._on_change(depth, block_hash)
         if self.changed_hashes is not None:
-            self.changed_hashes.add(block_hash)
+            self.changed_hashes.append(block_hash)
 
-    def has(self, group: int, block_hash: BlockHash) -> bool:
-        """Whether a full block has this hash."""
-        return block_hash in self._by_hash[group]
+    def hashes(self, group: int) -> KeysView[BlockHash]:
+        """Those of the group's full blocks, always as they are now."""
+        return self._by_hash[group].keys()
 
     def find(self, group: int, block_hash: BlockHash, tokens: bytes) -> Place | None:
         """The full block with this hash, if its tokens are equal too."""
