@@ -83,12 +83,16 @@ class Tiers:
         planned, self._planned = self._planned, _StepTransfers()
         self._in_flight[step] = planned
         pairs = planned.pairs
+        if not pairs:  # as in most steps
+            return ()
         keys = sorted(pairs, key=lambda key: (key[0] < key[1], key), reverse=True)
         return tuple([Transfer(source, target, tuple(pairs[source, target])) for source, target in keys])
 
     def settle(self, step: int) -> None:
         """The step has succeeded: its transfers are done."""
-        self._release(self._in_flight.pop(step))
+        transfers = self._in_flight.pop(step)
+        if transfers.held:
+            self._release(transfers)
 
     def revert(self, step: int) -> None:
         """The step has failed: content that it was to spill may not be there. What is planned now, after it or for it,
@@ -115,7 +119,7 @@ class Tiers:
         return Counter(place.block_id for transfers in steps for place in transfers.held if place.tier == tier)
 
     def _evicted(self, tier: int, block_id: int, content: BlockContent) -> None:
-        """A cached block of this tier is about to be given out: keep its content in the next tier, if there is room."""
+        """A cached block of this tier is given out: keep its content in the next tier, if there is room."""
         if self._has_further and self._keep(tier, block_id, content):
             return
         if self.journal is not None:

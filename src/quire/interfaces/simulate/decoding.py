@@ -90,7 +90,7 @@ class DecodeLane:
         """Begin a step, in which each of the requests gets a token. The batch has the requests that start beside them;
         None if none is queued."""
         blocks, scheduler, step = self._blocks, self._scheduler, self._step
-        growing = sorted(self._growing.pop(step, ()), key=_place)
+        growing = _in_order(self._growing.pop(step, ()))
         ends = [(decode.seq.seq_id, decode.offset + step) for decode in growing]
         batch = None
         if len(self._requests.policy):
@@ -109,7 +109,7 @@ class DecodeLane:
     def commit(self) -> list[SequenceGroup]:
         """End the step; returns the requests of the lane that have ended with it."""
         self._requests.settle(self._scheduler.num_steps)
-        num, due = len(self._decodes), sorted(self._due.pop(self._step, ()), key=_place)
+        num, due = len(self._decodes), _in_order(self._due.pop(self._step, ()))
         self.context += num
         ended = [decode.group for decode in due if self._advance(decode)]
         self._committer.num_generated_tokens += num - len(ended)  # `add` counts the others
@@ -190,6 +190,11 @@ class DecodeLane:
 
 
 _place = attrgetter("place")
+
+
+def _in_order(decodes: list[_Decode] | tuple[()]) -> list[_Decode] | tuple[()]:
+    """Sort requests by their place among the running ones."""
+    return sorted(decodes, key=_place) if len(decodes) > 1 else decodes
 
 
 def _fits(group: SequenceGroup) -> bool:

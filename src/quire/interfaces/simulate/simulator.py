@@ -75,8 +75,10 @@ class Simulator:
         """Called with the id of each request that ends."""
         self._new: dict[str, int] = {}  # length of the history of each request that waits for its first step
         self.lane = DecodeLane(self.scheduler, self.committer, self.model)
-        self._step: tuple[Batch | None, int, float] | None = None
-        """Of the step that runs, the batch, the number of requests in the lane beside it, and the seconds."""
+        self._step: tuple[Batch | None, float] | None = None
+        """The step that runs: its batch, if there are requests that are not in the lane, and its seconds."""
+        self.num_step_tokens = 0
+        """Number of tokens that the step computes which was begun last."""
 
     def _clock(self) -> float:
         return self.now_s
@@ -119,25 +121,16 @@ class Simulator:
             self._note(batch, contended)
         num_decodes = len(lane)
         step_s = self.cost.seconds(batch, num_decodes, lane.context)
-        self._step = batch, num_decodes, step_s
+        self._step, self.num_step_tokens = (batch, step_s), num_decodes + (0 if batch is None else batch.num_tokens)
         return step_s
-
-    @property
-    def num_step_tokens(self) -> int:
-        """Number of tokens that the step that runs computes."""
-        if self._step is None:
-            return 0
-        batch, num_decodes, _ = self._step
-        return num_decodes + (0 if batch is None else batch.num_tokens)
 
     def end_step(self) -> list[SequenceGroup]:
         """End the step that has begun; returns the requests that got tokens or finished, without those that the lane
         had, which each got one."""
         assert self._step is not None, "no step has begun"
-        num_tokens, (batch, num_decodes, step_s) = self.num_step_tokens, self._step
-        self._step = None
-        if batch is None or num_decodes:
-            self.scheduler.step_time.observe(num_tokens, step_s)
+        (batch, step_s), self._step = self._step, None
+        if batch is None or len(self.lane):
+            self.scheduler.step_time.observe(self.num_step_tokens, step_s)
         else:
             self.scheduler.observe(batch, step_s)
         ended = self.lane.commit()

@@ -104,10 +104,13 @@ class BlockTracker:
                 self._beginnings.setdefault((content.salt, content.tokens), {})[content.parent] = None
 
     def discard(self, block_id: int) -> None:
-        """Forget the content of a block."""
-        content = self._contents.pop(block_id, None)
-        if content is None:
-            return
+        """Forget the content of a block, if it is known."""
+        if block_id in self._contents:
+            self.pop(block_id)
+
+    def pop(self, block_id: int) -> BlockContent:
+        """Forget the content of a block, and return it."""
+        content = self._contents.pop(block_id)
         if self.touched is not None:
             self.touched.add(block_id)
         children = self._children[content.group]
@@ -123,6 +126,7 @@ class BlockTracker:
                 del self._beginnings[beginning][content.parent]
                 if not self._beginnings[beginning]:
                     del self._beginnings[beginning]
+        return content
 
     def _change(self, depth: int, block_hash: BlockHash) -> None:
         self._on_change(depth, block_hash)

@@ -190,8 +190,10 @@ class FleetSimulator:
         engine.lane_routes.on_step()
         changed = engine.simulator.end_step()
         found, gone = engine.changes.take()
-        self.router.index.add(engine.number, found)
-        self.router.index.discard(engine.number, gone)
+        if found:
+            self.router.index.add(engine.number, found)
+        if gone:
+            self.router.index.discard(engine.number, gone)
         routes, num_seen, on_tokens = engine.routes, engine.num_seen, self.router.on_tokens
         for group in changed:
             request_id, seqs = group.request_id, group.seqs
@@ -203,7 +205,8 @@ class FleetSimulator:
         for group in engine.joined:
             engine.lane_routes.join(routes[group.request_id])
         engine.joined.clear()
-        self._end_routes(engine)
+        if engine.ended:
+            self._end_routes(engine)
         if engine.number in self.draining and not engine.routes:
             self._remove(engine)
         else:
