@@ -27,7 +27,7 @@ class PrefixChanges:
             return found, gone
         known, (device, *others) = self._known, self._hashes
         for block_hash in self._changed:
-            if block_hash in device or any([block_hash in hashes for hashes in others]):
+            if block_hash in device or (others and any(block_hash in hashes for hashes in others)):
                 if block_hash not in known:
                     known.add(block_hash)
                     found.append(block_hash)

@@ -98,7 +98,7 @@ class PrefixSharing:
         chain.extend(num_full, token_ids)
         if start < blocks.num_announced:
             self.withdraw(seq_id, blocks, start, num_full)
-        parent, salt = chain.parent(start), chain.key.cache_salt
+        salt = chain.key.cache_salt
         for index in range(start, num_full):
             block_hash, tokens = chain.block(index)
             if evicted.most:
@@ -106,8 +106,7 @@ class PrefixSharing:
             for group in self._token_groups:
                 table = blocks.tables[group]
                 if index >= table.first:
-                    self._publish(table, BlockContent(group, parent, tokens, index, block_hash, 0, salt))
-            parent = block_hash
+                    self._publish(table, BlockContent(group, chain.parent(index), tokens, index, block_hash, 0, salt))
 
     def publish_tail(self, seq_id: int, blocks: SequenceBlocks, token_ids: Sequence[int], num_computed: int) -> None:
         """Let others copy out of the last, partly full block, as far as it is computed."""

@@ -52,7 +52,8 @@ class BlockTracker:
         self._on_change = on_change
         self._tier = tier
         self._contents: dict[int, BlockContent] = {}
-        self._by_hash: list[dict[BlockHash, Place]] = [{} for _ in range(num_groups)]
+        self._by_hash: list[dict[BlockHash, int]] = [{} for _ in range(num_groups)]
+        """By group and hash, the full block."""
         self._children: list[dict[BlockHash, dict[int, bytes]]] = [{} for _ in range(num_groups)]
         """By group and parent, the blocks that follow it, each with its tokens."""
         self._beginnings: dict[tuple[str, bytes], dict[BlockHash, None]] = {}
@@ -98,7 +99,7 @@ class BlockTracker:
             self.touched.add(block_id)
         self._children[content.group].setdefault(content.parent, {})[block_id] = content.tokens
         if content.block_hash is not None:
-            self._by_hash[content.group][content.block_hash] = Place(self._tier, block_id)
+            self._by_hash[content.group][content.block_hash] = block_id
             self._change(content.depth, content.block_hash)
             if content.depth == 0 and content.group == 0:
                 self._beginnings.setdefault((content.salt, content.tokens), {})[content.parent] = None
@@ -139,8 +140,10 @@ class BlockTracker:
 
     def find(self, group: int, block_hash: BlockHash, tokens: bytes) -> Place | None:
         """The full block with this hash, if its tokens are equal too."""
-        place = self._by_hash[group].get(block_hash)
-        return place if place is not None and self._contents[place[1]].tokens == tokens else None
+        block_id = self._by_hash[group].get(block_hash)
+        if block_id is None or self._contents[block_id].tokens != tokens:
+            return None
+        return Place(self._tier, block_id)
 
     def find_tail(self, group: int, parent: BlockHash, tokens: bytes) -> tuple[int, int] | None:
         """Of the blocks that follow this prefix, the one that begins with the most of `tokens`, and their number."""
@@ -163,7 +166,7 @@ class BlockTracker:
         """The indices agree with the contents, or AssertionError."""
         contents = self._contents.items()
         hashes = {(c.group, c.block_hash): b for b, c in contents if c.block_hash is not None}
-        indexed = {(group, h): p.block_id for group, index in enumerate(self._by_hash) for h, p in index.items()}
+        indexed = {(group, h): b for group, index in enumerate(self._by_hash) for h, b in index.items()}
         assert hashes == indexed, "the index by hash and the contents disagree"
         children = {(c.group, c.parent, b) for b, c in contents}
         tree = {(g, p, b) for g, index in enumerate(self._children) for p, blocks in index.items() for b in blocks}
