@@ -159,9 +159,11 @@ class Simulator:
         history_len: int,
         *,
         chain: HashChain | None = None,
+        expected: list[int] | None = None,
     ) -> None:
         """Add a new request with this prompt, whose first `history_len` tokens are an earlier conversation. `chain` has
-        the prompt's hashes, if they are known."""
+        the prompt's hashes, if they are known, and `expected` the prompt and the tokens of its only sample, if they
+        are."""
         group = self._group(submitted_s, index, request, prompt)
         self.unfinished[group.request_id] = (request, group)
         if group.params.n > self.scheduler.config.max_num_seqs:
@@ -170,6 +172,8 @@ class Simulator:
         self._new[group.request_id] = history_len
         self.record.backlog[request.tenant] += 1
         self.requests.add(group)
+        if expected is not None and self.scheduler.drafting is None:
+            self.model.expect(group.seqs[0].seq_id, expected, len(prompt))
         if chain is not None and self.blocks.prefixes is not None:
             self.blocks.prefixes.adopt(group.seqs[0].seq_id, chain)
 

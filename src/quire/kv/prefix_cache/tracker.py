@@ -149,8 +149,11 @@ class BlockTracker:
         """Of the blocks that follow this prefix, the one that begins with the most of `tokens`, and their number."""
         best: tuple[int, int] | None = None
         first, children = tokens[:TOKEN_BYTES], self._children[group].get(parent, {})
+        newest = [*islice(reversed(children.values()), MAX_TAIL_CANDIDATES)]
+        if not [others for others in newest if others.startswith(first)]:  # as for most
+            return None
         for block_id, others in islice(reversed(children.items()), MAX_TAIL_CANDIDATES):
-            if not others.startswith(first):  # as most do not
+            if not others.startswith(first):
                 continue
             num_tokens = _common_tokens(others, tokens)
             if num_tokens > (best[1] if best else 0):
