@@ -16,8 +16,8 @@ from quire.kv.block_pool import BlockPool
 from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
 from quire.kv.block_table import BlockTable
 from quire.kv.managers.attention import SlidingWindowManager
-from quire.kv.prefix_cache.content_hash import ContentHasher, ContentKey, HashChain, token_bytes
 from quire.kv.place import Place
+from quire.kv.prefix_cache.content_hash import ContentHasher, ContentKey, HashChain, token_bytes
 from quire.kv.prefix_cache.evictor import LRUEvictor
 from quire.kv.prefix_cache.lookup import PrefixLookup
 from quire.kv.prefix_cache.pins import Pins

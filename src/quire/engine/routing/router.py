@@ -100,19 +100,24 @@ class Router:
         """
         uncached = self._num_uncached(hashes, num_tokens, engines)
         loads, usual_s = [self.loads[engine] for engine in uncached], self._usual_pace_s()
-        paces_s = [usual_s] * len(loads)
-        if not self._are_of_one_kind(usual_s):
-            paces_s = [self._pace_s(load, usual_s) for load in loads]
         rows = [load.num_queued + load.num_running + num for load, num in zip(loads, uncached.values(), strict=True)]
-        limit_s = min([num * pace_s for num, pace_s in zip(rows, paces_s, strict=True)]) * (1 + TOLERANCE)
-        each = zip(uncached.items(), loads, rows, paces_s, strict=True)
-        return min(
-            [
+        each = zip(uncached.items(), loads, rows, strict=True)
+        if self._are_of_one_kind(usual_s):
+            limit_s = min(rows) * usual_s * (1 + TOLERANCE)
+            fast = [
                 (num_uncached, load.num_given, engine)
-                for (engine, num_uncached), load, num, pace_s in each
+                for (engine, num_uncached), load, num in each
+                if (num - SLACK_TOKENS) * usual_s <= limit_s
+            ]
+        else:
+            paces_s = [self._pace_s(load, usual_s) for load in loads]
+            limit_s = min([num * pace_s for num, pace_s in zip(rows, paces_s, strict=True)]) * (1 + TOLERANCE)
+            fast = [
+                (num_uncached, load.num_given, engine)
+                for ((engine, num_uncached), load, num), pace_s in zip(each, paces_s, strict=True)
                 if (num - SLACK_TOKENS) * pace_s <= limit_s
             ]
-        )[2]
+        return min(fast)[2]
 
     def _are_of_one_kind(self, usual_s: float) -> bool:
         """Whether all engines count as equally fast."""

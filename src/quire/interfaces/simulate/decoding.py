@@ -84,6 +84,9 @@ class DecodeLane:
             return False
         if growing is None:
             return True
+        most = 2 * self._blocks.num_groups  # another block, and a copy of one that others hold
+        if self._blocks.pool.num_free_blocks >= most + len(growing) * self._blocks.num_groups:
+            return True
         can_append, step = self._blocks.can_append, self._step
         ends = [(decode.seq.seq_id, decode.offset + step) for decode in growing]
         return all(can_append(seq_id, end - 1, end, len(growing)) for seq_id, end in ends)

@@ -91,10 +91,11 @@ class HashChain:
             self._tokens.append(tokens)
             self._hashes.append(block_hash)
 
-    def adopt(self, hashes: Sequence[BlockHash], token_ids: Sequence[int]) -> None:
-        """Take over the hashes of the first full blocks, computed elsewhere with the same key, before any is hashed."""
-        data, size = self.content(0, len(hashes) * self._block_size, token_ids), TOKEN_BYTES * self._block_size
-        self._tokens += [data[start : start + size] for start in range(0, len(data), size)]
+    def adopt(self, hashes: Sequence[BlockHash], data: bytes) -> None:
+        """Take over the hashes of the first full blocks, computed elsewhere with the same key, before any is hashed.
+        `data` begins with their tokens, in the form of `content`."""
+        size = TOKEN_BYTES * self._block_size
+        self._tokens += [data[start : start + size] for start in range(0, size * len(hashes), size)]
         self._hashes += hashes
 
     def blocks(self) -> list[BlockHash]:

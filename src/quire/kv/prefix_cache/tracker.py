@@ -2,8 +2,9 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, KeysView
-from dataclasses import dataclass
 from itertools import islice
+
+import msgspec
 
 from quire.kv.place import Place
 from quire.kv.prefix_cache.content_hash import TOKEN_BYTES, BlockHash
@@ -14,9 +15,8 @@ MAX_EVICTED_HASHES = 65536
 """Largest number of hashes that are remembered of evicted content, so that a miss can be explained."""
 
 
-@dataclass(slots=True)
-class BlockContent:
-    """The known content of a block."""
+class BlockContent(msgspec.Struct, gc=False):
+    """The known content of a block. There is one for each block of a cache, so it is small and quickly made."""
 
     group: int
     """The KV cache group, since the same tokens have other keys and values in each."""
@@ -54,8 +54,8 @@ class BlockTracker:
         self._contents: dict[int, BlockContent] = {}
         self._by_hash: list[dict[BlockHash, int]] = [{} for _ in range(num_groups)]
         """By group and hash, the full block."""
-        self._children: list[dict[BlockHash, dict[int, bytes]]] = [{} for _ in range(num_groups)]
-        """By group and parent, the blocks that follow it, each with its tokens."""
+        self._children: list[dict[BlockHash, int | dict[int, bytes]]] = [{} for _ in range(num_groups)]
+        """By group and parent, the block that follows it or, if there were several, each of these with its tokens."""
         self._beginnings: dict[tuple[str, bytes], dict[BlockHash, None]] = {}
         """Of the first blocks of group 0: salt and tokens -> roots."""
         self.touched: set[int] | None = None
@@ -97,7 +97,14 @@ class BlockTracker:
         self._contents[block_id] = content
         if self.touched is not None:
             self.touched.add(block_id)
-        self._children[content.group].setdefault(content.parent, {})[block_id] = content.tokens
+        children = self._children[content.group]
+        siblings = children.get(content.parent)
+        if siblings is None:
+            children[content.parent] = block_id
+        elif isinstance(siblings, int):
+            children[content.parent] = {siblings: self._contents[siblings].tokens, block_id: content.tokens}
+        else:
+            siblings[block_id] = content.tokens
         if content.block_hash is not None:
             self._by_hash[content.group][content.block_hash] = block_id
             self._change(content.depth, content.block_hash)
@@ -116,9 +123,13 @@ class BlockTracker:
             self.touched.add(block_id)
         children = self._children[content.group]
         siblings = children[content.parent]
-        del siblings[block_id]
-        if not siblings:
+        if siblings == block_id:
             del children[content.parent]
+        else:
+            assert isinstance(siblings, dict), f"block {block_id} is not in the prefix tree"
+            del siblings[block_id]
+            if not siblings:
+                del children[content.parent]
         if content.block_hash is not None:
             del self._by_hash[content.group][content.block_hash]
             self._change(content.depth, content.block_hash)
@@ -148,7 +159,11 @@ class BlockTracker:
     def find_tail(self, group: int, parent: BlockHash, tokens: bytes) -> tuple[int, int] | None:
         """Of the blocks that follow this prefix, the one that begins with the most of `tokens`, and their number."""
         best: tuple[int, int] | None = None
-        first, children = tokens[:TOKEN_BYTES], self._children[group].get(parent, {})
+        first, children = tokens[:TOKEN_BYTES], self._children[group].get(parent)
+        if children is None:
+            return None
+        if isinstance(children, int):
+            children = {children: self._contents[children].tokens}
         newest = [*islice(reversed(children.values()), MAX_TAIL_CANDIDATES)]
         if not [others for others in newest if others.startswith(first)]:  # as for most
             return None
@@ -172,7 +187,12 @@ class BlockTracker:
         indexed = {(group, h): b for group, index in enumerate(self._by_hash) for h, b in index.items()}
         assert hashes == indexed, "the index by hash and the contents disagree"
         children = {(c.group, c.parent, b) for b, c in contents}
-        tree = {(g, p, b) for g, index in enumerate(self._children) for p, blocks in index.items() for b in blocks}
+        tree = {
+            (group, parent, block_id)
+            for group, index in enumerate(self._children)
+            for parent, blocks in index.items()
+            for block_id in ([blocks] if isinstance(blocks, int) else blocks)
+        }
         assert children == tree, "the prefix tree is wrong"
         full = [c for _, c in contents if c.block_hash is not None]
         beginnings = {((c.salt, c.tokens), c.parent) for c in full if c.depth == 0 and c.group == 0}

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from quire.common.errors import QuireError
 from quire.interfaces.simulate.fake_model import FakeModel
 from quire.interfaces.simulate.trace import TraceRequest
-from quire.kv.prefix_cache.content_hash import BlockHash, ContentHasher, HashChain
+from quire.kv.prefix_cache.content_hash import BlockHash, ContentHasher, HashChain, token_bytes
 
 MOST_AHEAD = 4096
 """Most tokens of an output that are computed ahead."""
@@ -69,24 +69,27 @@ class _PromptsAhead(Prompts):
 
     def _receive(self) -> Iterator[TraceRequest]:
         index = 0
-        while message := self._connection.recv():
-            if isinstance(message, QuireError):
-                raise message
-            for request, made in message:
-                if made is not None:
-                    self._made[index] = made
-                yield request
-                index += 1
+        try:
+            while message := self._connection.recv():
+                if isinstance(message, QuireError):
+                    raise message
+                for request, made in message:
+                    if made is not None:
+                        self._made[index] = made
+                    yield request
+                    index += 1
+        except EOFError:
+            raise QuireError("the process that makes the prompts of the simulation has ended too early") from None
 
     def take(self, index: int, request: TraceRequest, history: list[int]) -> Prompt:
         made = self._made.pop(index, None)
         if made is None:
             return super().take(index, request, history)
         data, prompt_len, hashes = made
-        expected = array("i", data).tolist()
+        expected = array("q", data).tolist()
         token_ids = expected[:prompt_len]
         chain = HashChain(self._hasher, self._block_size)
-        chain.adopt(hashes, token_ids)
+        chain.adopt(hashes, data)
         return Prompt(token_ids, chain, expected)
 
 
@@ -122,7 +125,7 @@ def _send(sender: Connection, make_trace: Callable[[], Iterable[TraceRequest]], 
     except QuireError as error:
         sender.send(piece)
         sender.send(error)
-    except BrokenPipeError:  # the simulation has ended
+    except (BrokenPipeError, KeyboardInterrupt):  # the simulation has ended
         pass
 
 
@@ -133,4 +136,4 @@ def _made(prompts: Prompts, index: int, request: TraceRequest) -> _Made | None:
     model = FakeModel(lambda seq_id: prompt.token_ids)
     start, output_len = len(prompt.token_ids) - 1, min(request.output_len, MOST_AHEAD)
     output = model.next_tokens(0, start, prompt.token_ids[-1], 0, output_len)
-    return array("i", prompt.token_ids + output).tobytes(), start + 1, prompt.chain.blocks()
+    return token_bytes(prompt.token_ids + output), start + 1, prompt.chain.blocks()
