@@ -109,9 +109,8 @@ class BlockSpaceManager:
     def can_allocate(self, hit: PrefixHit) -> AllocStatus:
         """Whether there are blocks for all its tokens, besides a reserve for the running sequences."""
         held = [block_id for block_id in hit.device_blocks if self.pool.ref_counts[block_id] > 0]
-        needed, pinned_by_others = self.config.blocks_to_hold(len(hit.token_ids)), self.pins.num_blocks
-        if pinned_by_others:
-            pinned_by_others -= sum([block_id in self.pins for block_id in held])
+        needed = self.config.blocks_to_hold(len(hit.token_ids))
+        pinned_by_others = self.pins.num_blocks - sum([block_id in self.pins for block_id in held])
         if needed > self.pool.num_blocks - pinned_by_others:
             return AllocStatus.NEVER
         return AllocStatus.OK if needed - len(held) + self._reserve <= self.pool.num_free_blocks else AllocStatus.LATER
@@ -358,8 +357,7 @@ class BlockSpaceManager:
             pool.forget_cached()
 
     def advance(self, *, is_open: bool = True) -> None:
-        """Begin a step: blocks that are freed from now on count as used later than those before. One that is not open
-        can neither copy nor fail, and is not settled: others may only join blocks of open steps."""
+        """Begin a step: blocks freed from now on count as used later than those before. One not open is not settled."""
         self.step += 1
         if is_open:
             self._open_steps.add(self.step)
