@@ -266,12 +266,11 @@ def settle_without_giving_back(original, self, step):
 
 def ignore_collisions(monkeypatch):
     monkeypatch.setattr(ContentHasher, "child", lambda self, parent, tokens: b"same")
-
-    def find(self, group, block_hash, tokens):
-        block_id = self._by_hash[group].get(block_hash)
-        return None if block_id is None else Place(self._tier, block_id)
-
-    monkeypatch.setattr(BlockTracker, "find", find)
+    monkeypatch.setattr(
+        BlockTracker,
+        "find",
+        lambda self, group, key, _: {k: Place(0, b) for k, b in self._by_hash[group].items()}.get(key),
+    )
 
 
 COUNTS = "differ from the holders'"
