@@ -267,9 +267,7 @@ def settle_without_giving_back(original, self, step):
 def ignore_collisions(monkeypatch):
     monkeypatch.setattr(ContentHasher, "child", lambda self, parent, tokens: b"same")
     monkeypatch.setattr(
-        BlockTracker,
-        "find",
-        lambda self, group, key, _: {k: Place(0, b) for k, b in self._by_hash[group].items()}.get(key),
+        BlockTracker, "find", lambda self, g, key, _: {k: Place(0, b) for k, b in self._by_hash[g].items()}.get(key)
     )
 
 
