@@ -16,6 +16,7 @@ from quire.kv.block_pool import BlockPool
 from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
 from quire.kv.block_table import BlockTable
 from quire.kv.managers.attention import SlidingWindowManager
+from quire.kv.place import Place
 from quire.kv.prefix_cache.content_hash import ContentHasher, ContentKey, HashChain, token_bytes
 from quire.kv.prefix_cache.evictor import LRUEvictor
 from quire.kv.prefix_cache.lookup import PrefixLookup
@@ -266,7 +267,7 @@ def settle_without_giving_back(original, self, step):
 def ignore_collisions(monkeypatch):
     monkeypatch.setattr(ContentHasher, "child", lambda self, parent, tokens: b"same")
     monkeypatch.setattr(
-        BlockTracker, "find", lambda self, group, block_hash, tokens: self._by_hash[group].get(block_hash)
+        BlockTracker, "find", lambda self, g, key, _: {k: Place(0, b) for k, b in self._by_hash[g].items()}.get(key)
     )
 
 
@@ -334,7 +335,7 @@ BUGS = {
         wrap(HashChain, "content", lambda original, self, start, stop, tokens: token_bytes(tokens[start:stop])), FOUND
     ),
     "a discarded block stays in the prefix tree": Bug(
-        wrap(BlockTracker, "discard", lambda original, self, block_id: self._contents.pop(block_id, None)),
+        wrap(BlockTracker, "pop", lambda original, self, block_id: self._contents.pop(block_id)),
         "the prefix tree is wrong",
     ),
     "a free block is handed out twice": Bug(

@@ -55,7 +55,7 @@ def test_the_evictor_takes_the_latest_of_the_deepest_of_the_oldest(steps):
 def test_entries_that_slid_out_are_zero_in_a_read_only_snapshot():
     table = BlockTable([7, 8], first=2)
     assert table.snapshot().tolist() == [0, 0, 7, 8]
-    table.append(9)
+    table.extend([9])
     assert table.slide(4) == [7, 8]
     snapshot = table.snapshot()
     assert snapshot.tolist() == [0, 0, 0, 0, 9]

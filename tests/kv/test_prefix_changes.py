@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kv.prefix_cache.content_hash import ContentHasher, HashChain
-from quire.kv.prefix_cache.tracker import BlockTracker
 from tests.effort import examples
 
 from .managers import end, make_manager, run
@@ -88,13 +87,12 @@ def test_what_was_evicted_and_is_cached_again_is_reported_again() -> None:
     assert reports[1][1] == set(hashes(first))
 
 
-def test_nothing_is_looked_up_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager, asked = make_manager(num_blocks=8), []
-    changes = manager.share_hashes(KEY)
-    has = BlockTracker.has
-    monkeypatch.setattr(BlockTracker, "has", lambda *arguments: asked.append(arguments[-1]) or has(*arguments))
+def test_a_change_is_looked_at_once() -> None:
+    manager, seen = make_manager(num_blocks=8), list[bytes]()
+    changes, tracker = manager.share_hashes(KEY), manager.pool.tracker
     for seq_id, tokens in enumerate(([1] * 4, [2] * 4)):
         run(manager, seq_id, tokens)
+        seen += tracker.changed_hashes or []
         changes.take()
-    changes.take()
-    assert sorted(asked) == sorted([*hashes([1] * 4), *hashes([2] * 4)])
+    assert tracker.changed_hashes == []
+    assert sorted(seen) == sorted([*hashes([1] * 4), *hashes([2] * 4)])

@@ -33,6 +33,8 @@ class CheckedFleet(FleetSimulator):
             assert load.num_queued == load.num_running == 0
             assert load.num_given >= -1e-6
         assert set(self.router.loads) == set(self.engines)
+        assert not self.router.index._expected
+        assert not self.router.index._further
         for block_hash, holders in self.router.index._holders.items():
             known = [number for number, engine in self.engines.items() if block_hash in engine.changes._known]
             assert holders == sum(1 << number for number in known), "the index is not that of the caches"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _SYNTHETIC = ("requests", "shape", "requests_per_s", "n", "beam_width")
 """Options that have an effect only on the synthetic trace."""
+_LONG_REQUESTS, _LONG_BYTES = 20_000, 2 << 20
+"""Traces from this number of requests, or this size of their file, on are long."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,23 +84,25 @@ def run(options: argparse.Namespace) -> int:
     from quire.interfaces.simulate.plot import check_plot_path, save_plot
     from quire.interfaces.simulate.report import report
 
-    trace, make_engine = _trace(options), _engines(options)
+    make_trace, make_engine = _trace(options), _engines(options)
     if options.engines is not None:
-        return _run_fleet(options, trace, make_engine)
+        return _run_fleet(options, make_trace, make_engine)
     for name in ("max_engines", "deaths"):
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is of a fleet: give --engines as well")
     simulator = make_engine()
     if options.plot is not None:  # before the simulation, which can take minutes
         check_plot_path(options.plot)
-    record = simulator.run(trace)
+    record = simulator.run(make_trace())
     if options.plot is not None:
         save_plot(record.moments, options.num_blocks, options.plot)
     _print(report(simulator), options.json)
     return 0
 
 
-def _run_fleet(options: argparse.Namespace, trace: Iterator[TraceRequest], make_engine: Callable[[], Simulator]) -> int:
+def _run_fleet(
+    options: argparse.Namespace, make_trace: Callable[[], Iterator[TraceRequest]], make_engine: Callable[[], Simulator]
+) -> int:
     from quire.interfaces.simulate.fleet.events import MAX_ENGINES, Deaths, Scaling, parse_deaths
     from quire.interfaces.simulate.fleet.plot import save_fleet_plot
     from quire.interfaces.simulate.fleet.report import fleet_report
@@ -115,14 +120,25 @@ def _run_fleet(options: argparse.Namespace, trace: Iterator[TraceRequest], make_
         check_plot_path(options.plot)
     scaling = None if options.max_engines is None else limits
     fleet = FleetSimulator(make_engine, number, deaths=deaths, scaling=scaling, start_s=options.start_s)
-    fleet.run(trace)
+    if _is_long(options) and len(os.sched_getaffinity(0)) > 1:
+        fleet.run_with_helper(make_trace)
+    else:
+        fleet.run(make_trace())
     if options.plot is not None:
         save_fleet_plot(fleet.moments, options.plot)
     _print(fleet_report(fleet), options.json)
     return 0
 
 
-def _trace(options: argparse.Namespace) -> Iterator[TraceRequest]:
+def _is_long(options: argparse.Namespace) -> bool:
+    """Whether a process that makes the prompts is worth its start."""
+    if options.trace is not None:
+        return bool(options.trace.is_file() and options.trace.stat().st_size >= _LONG_BYTES)
+    return bool(options.requests and options.requests >= _LONG_REQUESTS)
+
+
+def _trace(options: argparse.Namespace) -> Callable[[], Iterator[TraceRequest]]:
+    """Return what makes the trace."""
     from quire.interfaces.simulate.trace import read_trace
     from quire.interfaces.simulate.workloads import synthetic_trace
 
@@ -133,8 +149,8 @@ def _trace(options: argparse.Namespace) -> Iterator[TraceRequest]:
             raise ConfigError(
                 f"{flag} applies only to the synthetic trace, not to --trace {options.trace}: give one of them"
             )
-        return read_trace(options.trace)
-    return synthetic_trace(options.seed, given.pop("requests", None), **given)
+        return partial(read_trace, options.trace)
+    return partial(synthetic_trace, options.seed, given.pop("requests", None), **given)
 
 
 def _engines(options: argparse.Namespace) -> Callable[[], Simulator]:

@@ -25,7 +25,7 @@ class BlockPool:
         on_change: OnChange,
         tier: int = DEVICE,
     ) -> None:
-        """`on_evict` is called with a block and the content that it is about to lose, `on_change` by the tracker."""
+        """`on_evict` is called with a block and the content that it has lost, `on_change` by the tracker."""
         self.num_blocks = num_blocks
         self.ref_counts = array("q", bytes(8 * num_blocks))
         self.tracker = BlockTracker(num_groups, on_change, tier)
@@ -51,8 +51,7 @@ class BlockPool:
             block_id = self._free.popleft()
         else:
             block_id = self.evictor.evict()
-            self._on_evict(block_id, self.tracker[block_id])
-            self.tracker.discard(block_id)
+            self._on_evict(block_id, self.tracker.pop(block_id))
         self.ref_counts[block_id] = 1
         return block_id
 
@@ -70,12 +69,14 @@ class BlockPool:
     def free(self, block_id: int) -> None:
         """Remove a holder from an owned block. Without another holder it is cached if its content is known, or else
         free."""
-        assert self.ref_counts[block_id] > 0, f"block {block_id} is freed more often than it was taken"
-        self.ref_counts[block_id] -= 1
-        if self.ref_counts[block_id]:
+        num_left = self.ref_counts[block_id] - 1
+        assert num_left >= 0, f"block {block_id} is freed more often than it was taken"
+        self.ref_counts[block_id] = num_left
+        if num_left:
             return
-        if block_id in self.tracker:
-            self.evictor.add(block_id, self.step, self.tracker[block_id].depth)
+        content = self.tracker.get(block_id)
+        if content is not None:
+            self.evictor.add(block_id, self.step, content.depth)
         else:
             self._free.append(block_id)
 

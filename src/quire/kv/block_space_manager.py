@@ -75,7 +75,7 @@ class BlockSpaceManager:
     def share_hashes(self, key: bytes) -> PrefixChanges:
         """Hash with this key from now on, as other engines do, and return what collects the changes. Nothing has been
         cached or looked up before."""
-        trackers = [pool.tracker for pool in self.tiers.pools]
+        trackers = [pool.tracker for pool in self.tiers.pools if pool.num_blocks]
         if self.prefixes is None:
             return PrefixChanges((), 0)
         assert not self.prefixes.chains
@@ -110,7 +110,7 @@ class BlockSpaceManager:
         """Whether there are blocks for all its tokens, besides a reserve for the running sequences."""
         held = [block_id for block_id in hit.device_blocks if self.pool.ref_counts[block_id] > 0]
         needed = self.config.blocks_to_hold(len(hit.token_ids))
-        pinned_by_others = self.pins.num_blocks - sum(block_id in self.pins for block_id in held)
+        pinned_by_others = self.pins.num_blocks - sum([block_id in self.pins for block_id in held])
         if needed > self.pool.num_blocks - pinned_by_others:
             return AllocStatus.NEVER
         return AllocStatus.OK if needed - len(held) + self._reserve <= self.pool.num_free_blocks else AllocStatus.LATER
@@ -170,7 +170,7 @@ class BlockSpaceManager:
             prefixes.cache.acquire(block_id)
         for group, block_id, _ in sources:
             table = blocks.tables[group]
-            table.append(self.pool.allocate())
+            table.extend([self.pool.allocate()])
             self._copies.add(hit.seq_id, SlotCopy(group, block_id, table[hit.num_blocks], num_copied))
         return num_copied
 
@@ -203,9 +203,10 @@ class BlockSpaceManager:
             self._copies.add(seq_id, SlotCopy(group, source, table[index], num_computed_tokens % self.block_size))
         most: list[int] = []
         for table, manager in zip(blocks.tables, self.managers, strict=True):
-            for _ in range(manager.num_blocks(num_tokens) - table.num_blocks):
-                table.append(self.pool.allocate())
-            most.append(manager.max_tokens(table.num_blocks))
+            num_blocks = max(table.num_blocks, manager.num_blocks(num_tokens))
+            if num_blocks > table.num_blocks:
+                table.extend([self.pool.allocate() for _ in range(num_blocks - table.num_blocks)])
+            most.append(manager.max_tokens(num_blocks))
         blocks.num_writable = min(most)
         blocks.num_scheduled, blocks.scheduled_step = num_tokens, self.step
 
@@ -355,10 +356,11 @@ class BlockSpaceManager:
         for pool in self.tiers.pools:
             pool.forget_cached()
 
-    def advance(self) -> None:
-        """Begin a step: blocks that are freed from now on count as used later than those before."""
+    def advance(self, *, is_open: bool = True) -> None:
+        """Begin a step: blocks freed from now on count as used later than those before. One not open is not settled."""
         self.step += 1
-        self._open_steps.add(self.step)
+        if is_open:
+            self._open_steps.add(self.step)
         self.tiers.advance(self.step)
 
     def block_tables(self, seq_id: int) -> tuple[BlockIds, ...]:

@@ -25,9 +25,9 @@ class BlockTable:
         """Logical blocks, those that slid out included."""
         return len(self._ids)
 
-    def append(self, block_id: int) -> None:
-        """Add one block at the end."""
-        self._ids.append(block_id)
+    def extend(self, block_ids: Sequence[int]) -> None:
+        """Add blocks at the end."""
+        self._ids += block_ids
         self._snapshot = None
 
     def replace(self, index: int, block_id: int) -> None:

@@ -42,8 +42,9 @@ class SlotCopies:
 
     def settle(self, step: int) -> None:
         """The step has succeeded: its copies are done."""
-        for copies in self._taken.pop(step, {}).values():
-            self._release(copies)
+        if step in self._taken:
+            for copies in self._taken.pop(step).values():
+                self._release(copies)
 
     def revert(self, step: int) -> None:
         """The step has failed: its copies wait for another one."""

@@ -44,6 +44,7 @@ class Tiers:
         self.journal: list[tuple[str, int]] | None = None
         """("evicted" or "spilled", block of the device tier), in order, while a view is open; the view empties it."""
         self._stats = stats
+        self._has_further = config.num_host_blocks > 0
         self._planned = _StepTransfers()
         self._in_flight: dict[int, _StepTransfers] = {}  # by step
 
@@ -82,12 +83,16 @@ class Tiers:
         planned, self._planned = self._planned, _StepTransfers()
         self._in_flight[step] = planned
         pairs = planned.pairs
+        if not pairs:  # as in most steps
+            return ()
         keys = sorted(pairs, key=lambda key: (key[0] < key[1], key), reverse=True)
         return tuple([Transfer(source, target, tuple(pairs[source, target])) for source, target in keys])
 
     def settle(self, step: int) -> None:
         """The step has succeeded: its transfers are done."""
-        self._release(self._in_flight.pop(step))
+        transfers = self._in_flight.pop(step)
+        if transfers.held:
+            self._release(transfers)
 
     def revert(self, step: int) -> None:
         """The step has failed: content that it was to spill may not be there. What is planned now, after it or for it,
@@ -114,25 +119,35 @@ class Tiers:
         return Counter(place.block_id for transfers in steps for place in transfers.held if place.tier == tier)
 
     def _evicted(self, tier: int, block_id: int, content: BlockContent) -> None:
-        """A cached block of this tier is about to be given out: keep its content in the next tier, if there is room."""
-        if content.block_hash is not None and tier + 1 < len(self.pools) and self.pools[tier + 1].num_blocks:
-            further = self.pools[tier + 1]
-            known = further.tracker.find(content.group, content.block_hash, content.tokens)
-            if known is not None:
-                further.acquire(known.block_id)  # it counts as used now
-                further.free(known.block_id)
-                return
-            if further.num_free_blocks:
-                self._spill(Place(tier, block_id), content)
-                return
+        """A cached block of this tier is given out: keep its content in the next tier, if there is room."""
+        if self._has_further and self._keep(tier, block_id, content):
+            return
         if self.journal is not None:
             self._note("evicted", Place(tier, block_id))
-        block_hash, tokens = content.block_hash, content.tokens
-        if block_hash is not None:
-            for other, pool in enumerate(self.pools):
-                if other != tier and pool.tracker.find(content.group, block_hash, tokens) is not None:
-                    return
-        self._lost(content)
+        if not self._has_further or not self._is_elsewhere(tier, content):
+            self._lost(content)
+
+    def _keep(self, tier: int, block_id: int, content: BlockContent) -> bool:
+        """Keep the content of a block of this tier in the next one. Returns whether that is possible."""
+        if content.block_hash is None or tier + 1 == len(self.pools):
+            return False
+        further = self.pools[tier + 1]
+        known = further.tracker.find(content.group, content.block_hash, content.tokens)
+        if known is not None:
+            further.acquire(known.block_id)  # it counts as used now
+            further.free(known.block_id)
+            return True
+        if not further.num_free_blocks:
+            return False
+        self._spill(Place(tier, block_id), content)
+        return True
+
+    def _is_elsewhere(self, tier: int, content: BlockContent) -> bool:
+        """Whether a block of another tier has this content."""
+        block_hash, others = content.block_hash, [pool for other, pool in enumerate(self.pools) if other != tier]
+        return block_hash is not None and any(
+            pool.tracker.find(content.group, block_hash, content.tokens) is not None for pool in others
+        )
 
     def _spill(self, source: Place, content: BlockContent) -> None:
         further = self.pools[source.tier + 1]
@@ -150,5 +165,5 @@ class Tiers:
 
     def _lost(self, content: BlockContent) -> None:
         self._stats.num_evicted_tokens += content.num_tokens
-        if content.block_hash is not None:
+        if content.block_hash is not None and self.evicted.most:
             self.evicted.add(content.block_hash)

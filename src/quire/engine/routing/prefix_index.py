@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from quire.kv.prefix_cache.content_hash import BlockHash
 
@@ -17,8 +17,10 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._holders: dict[BlockHash, int] = {}
         """Hash -> a bit for each engine, the engine's number being the bit's."""
-        self._expected: dict[BlockHash, dict[int, int]] = {}
-        """Hash -> for each engine, the number of its requests that have the block."""
+        self._expected: dict[BlockHash, int] = {}
+        """Hash -> a bit for each engine with requests that have the block."""
+        self._further: dict[tuple[int, BlockHash], int] = {}
+        """For an engine and a hash, the number of its requests that have the block, less one; no zeros."""
 
     def __len__(self) -> int:
         return len(self._holders.keys() | self._expected.keys())
@@ -27,39 +29,42 @@ class PrefixIndex:
         """These blocks can be found in the engine's cache."""
         holders, bit = self._holders, 1 << engine
         for block_hash in hashes:
-            holders[block_hash] = holders.get(block_hash, 0) | bit
+            held = holders.get(block_hash)
+            holders[block_hash] = held | bit if held else bit
 
     def discard(self, engine: int, hashes: Iterable[BlockHash]) -> None:
         """These blocks can no longer be found in the engine's cache."""
         holders, others = self._holders, ~(1 << engine)
         for block_hash in hashes:
-            left = holders.get(block_hash, 0) & others
+            left = holders.pop(block_hash, 0) & others
             if left:
                 holders[block_hash] = left
-            else:
-                holders.pop(block_hash, None)
 
     def expect(self, engine: int, hashes: Iterable[BlockHash]) -> None:
         """A request with these blocks was sent to the engine; `settle` follows once."""
-        expected = self._expected
+        expected, further, bit = self._expected, self._further, 1 << engine
         for block_hash in hashes:
-            numbers = expected.get(block_hash)
-            if numbers is None:
-                expected[block_hash] = {engine: 1}
+            held = expected.get(block_hash)
+            if held is None:
+                expected[block_hash] = bit
+            elif held & bit:
+                further[engine, block_hash] = further.get((engine, block_hash), 0) + 1
             else:
-                numbers[engine] = numbers.get(engine, 0) + 1
+                expected[block_hash] = held | bit
 
     def settle(self, engine: int, hashes: Iterable[BlockHash]) -> None:
         """A request with these blocks has ended, or has left the engine."""
-        expected = self._expected
+        expected, further, bit = self._expected, self._further, 1 << engine
         for block_hash in hashes:
-            numbers = expected[block_hash]
-            if numbers[engine] > 1:
-                numbers[engine] -= 1
-            elif len(numbers) > 1:
-                del numbers[engine]
-            else:
-                del expected[block_hash]
+            number = further.pop((engine, block_hash), 0)
+            if number > 1:
+                further[engine, block_hash] = number - 1
+            elif not number:
+                held = expected[block_hash]
+                if held == bit:
+                    del expected[block_hash]
+                else:
+                    expected[block_hash] = held & ~bit
 
     def forget(self, engine: int) -> None:
         """The engine's cache is empty."""
@@ -86,15 +91,9 @@ class PrefixIndex:
 
     def _having(self, block_hash: BlockHash) -> int:
         """A bit for each engine that has the block, or is expected to have it."""
-        held = self._holders.get(block_hash, 0)
-        for engine in self._expected.get(block_hash, ()):
-            held |= 1 << engine
-        return held
+        return self._holders.get(block_hash, 0) | self._expected.get(block_hash, 0)
 
 
-def _bits(mask: int) -> Iterator[int]:
-    """Yield the places of the bits that are set."""
-    while mask:
-        last = mask & -mask
-        yield last.bit_length() - 1
-        mask ^= last
+def _bits(mask: int) -> list[int]:
+    """Return the places of the bits that are set."""
+    return [place for place, digit in enumerate(reversed(f"{mask:b}")) if digit == "1"]

@@ -99,18 +99,25 @@ class Router:
         given the least so far. Raises ValueError if there are no engines.
         """
         uncached = self._num_uncached(hashes, num_tokens, engines)
-        loads, usual_s = self.loads, self._usual_pace_s()
-        rows = [(load := loads[engine]).num_queued + load.num_running + num for engine, num in uncached.items()]
+        loads, usual_s = [self.loads[engine] for engine in uncached], self._usual_pace_s()
+        rows = [load.num_queued + load.num_running + num for load, num in zip(loads, uncached.values(), strict=True)]
+        each = zip(uncached.items(), loads, rows, strict=True)
         if self._are_of_one_kind(usual_s):
             limit_s = min(rows) * usual_s * (1 + TOLERANCE)
-            fast = [e for e, num in zip(uncached, rows, strict=True) if (num - SLACK_TOKENS) * usual_s <= limit_s]
+            fast = [
+                (num_uncached, load.num_given, engine)
+                for (engine, num_uncached), load, num in each
+                if (num - SLACK_TOKENS) * usual_s <= limit_s
+            ]
         else:
-            paces_s = [self._pace_s(loads[engine], usual_s) for engine in uncached]
+            paces_s = [self._pace_s(load, usual_s) for load in loads]
             limit_s = min([num * pace_s for num, pace_s in zip(rows, paces_s, strict=True)]) * (1 + TOLERANCE)
-            each = zip(uncached, rows, paces_s, strict=True)
-            fast = [engine for engine, num, pace_s in each if (num - SLACK_TOKENS) * pace_s <= limit_s]
-        least = min([uncached[engine] for engine in fast])
-        return min([(loads[engine].num_given, engine) for engine in fast if uncached[engine] == least])[1]
+            fast = [
+                (num_uncached, load.num_given, engine)
+                for ((engine, num_uncached), load, num), pace_s in zip(each, paces_s, strict=True)
+                if (num - SLACK_TOKENS) * pace_s <= limit_s
+            ]
+        return min(fast)[2]
 
     def _are_of_one_kind(self, usual_s: float) -> bool:
         """Whether all engines count as equally fast."""

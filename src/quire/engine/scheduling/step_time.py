@@ -39,16 +39,18 @@ class StepTimeModel:
         if self._num_steps >= _NUM_TRUSTED:
             seconds = min(seconds, _CLIP * self.predict(num_tokens))
         self._num_steps += 1
-        self._most_tokens = max(self._most_tokens, num_tokens)
-        faded = self._decay * self._weight
-        self._weight = faded + 1.0
+        if num_tokens > self._most_tokens:
+            self._most_tokens = num_tokens
+        decay = self._decay
+        faded = decay * self._weight
+        self._weight = weight = faded + 1.0
         tokens_off, s_off = num_tokens - self._mean_tokens, seconds - self._mean_s
-        self._mean_tokens += tokens_off / self._weight
-        self._mean_s += s_off / self._weight
-        share = faded / self._weight
-        self._tokens_tokens = self._decay * self._tokens_tokens + share * tokens_off * tokens_off
-        self._tokens_s = self._decay * self._tokens_s + share * tokens_off * s_off
-        self._s_s = self._decay * self._s_s + share * s_off * s_off
+        self._mean_tokens += tokens_off / weight
+        self._mean_s += s_off / weight
+        share = faded / weight
+        self._tokens_tokens = decay * self._tokens_tokens + share * tokens_off * tokens_off
+        self._tokens_s = decay * self._tokens_s + share * tokens_off * s_off
+        self._s_s = decay * self._s_s + share * s_off * s_off
         self._slope = self._fit()
 
     def predict(self, num_tokens: int) -> float:

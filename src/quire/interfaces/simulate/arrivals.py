@@ -34,10 +34,10 @@ class Arrivals:
     @property
     def next_s(self) -> float | None:
         """Time at which the next request is submitted; None if no submission is scheduled."""
-        times = [self._ready[0][0]] if self._ready else []
-        if self._upcoming is not None:
-            times.append(self._upcoming[1].arrival_s)
-        return min(times, default=None)
+        if self._upcoming is None:
+            return self._ready[0][0] if self._ready else None
+        arrival_s = self._upcoming[1].arrival_s
+        return min(arrival_s, self._ready[0][0]) if self._ready else arrival_s
 
     def due(self, now_s: float) -> Iterator[tuple[float, int, TraceRequest]]:
         """Yield (time, index in the trace, request) of the requests submitted up to now."""

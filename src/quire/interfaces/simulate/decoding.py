@@ -58,6 +58,8 @@ class DecodeLane:
         """By step, those that need another block then."""
         self._due: defaultdict[int, list[_Decode]] = defaultdict(list)
         """By step, those that fill a block then, or end."""
+        self._has_batch = True
+        """Whether the step that runs has a batch."""
         self.context = 0
         """Number of computed tokens of all its requests."""
         self.on_join: Callable[[SequenceGroup], object] = lambda group: None
@@ -82,6 +84,9 @@ class DecodeLane:
             return False
         if growing is None:
             return True
+        most = 2 * self._blocks.num_groups  # another block, and a copy of one that others hold
+        if self._blocks.pool.num_free_blocks >= most + len(growing) * self._blocks.num_groups:
+            return True
         can_append, step = self._blocks.can_append, self._step
         ends = [(decode.seq.seq_id, decode.offset + step) for decode in growing]
         return all(can_append(seq_id, end - 1, end, len(growing)) for seq_id, end in ends)
@@ -90,26 +95,26 @@ class DecodeLane:
         """Begin a step, in which each of the requests gets a token. The batch has the requests that start beside them;
         None if none is queued."""
         blocks, scheduler, step = self._blocks, self._scheduler, self._step
-        growing = sorted(self._growing.pop(step, ()), key=_place)
+        growing = _in_order(self._growing.pop(step, ()))
         ends = [(decode.seq.seq_id, decode.offset + step) for decode in growing]
         batch = None
-        if len(self._requests.policy):
+        self._has_batch = len(self._requests.policy) > 0
+        if self._has_batch:
             batch = scheduler.schedule_beside(len(self._decodes), ends)
         else:
             scheduler.num_steps += 1
-            blocks.advance()
+            blocks.advance(is_open=False)
             for seq_id, end in ends:
                 blocks.append(seq_id, end - 1, end)
-            blocks.take_transfers(scheduler.num_steps)
-            self._requests.dispatch(scheduler.num_steps)
         for decode in growing:
             self._expect_growth(decode)
         return batch
 
     def commit(self) -> list[SequenceGroup]:
         """End the step; returns the requests of the lane that have ended with it."""
-        self._requests.settle(self._scheduler.num_steps)
-        num, due = len(self._decodes), sorted(self._due.pop(self._step, ()), key=_place)
+        if self._has_batch:
+            self._requests.settle(self._scheduler.num_steps)
+        num, due = len(self._decodes), _in_order(self._due.pop(self._step, ()))
         self.context += num
         ended = [decode.group for decode in due if self._advance(decode)]
         self._committer.num_generated_tokens += num - len(ended)  # `add` counts the others
@@ -154,7 +159,7 @@ class DecodeLane:
             self.on_join(group)
 
     def leave(self) -> None:
-        """Remove all requests from the lane."""
+        """Remove all requests from the lane, before the scheduler plans the step or after the engine's death."""
         if self._decodes:
             self.catch_up()
             for decode in self._decodes:
@@ -163,6 +168,7 @@ class DecodeLane:
             self._growing.clear()
             self._due.clear()
             self.context = 0
+        self._has_batch = True
 
     def catch_up(self) -> None:
         """Give all requests the tokens that they have got."""
@@ -190,6 +196,11 @@ class DecodeLane:
 
 
 _place = attrgetter("place")
+
+
+def _in_order(decodes: list[_Decode] | tuple[()]) -> list[_Decode] | tuple[()]:
+    """Sort requests by their place among the running ones."""
+    return sorted(decodes, key=_place) if len(decodes) > 1 else decodes
 
 
 def _fits(group: SequenceGroup) -> bool:

@@ -59,12 +59,26 @@ class FakeModel:
     def __init__(self, history: Callable[[int], Sequence[int]]) -> None:
         self._history = history
         self._states: dict[int, tuple[int, blake2b]] = {}
+        self._expected: dict[int, tuple[list[int], int]] = {}
+        """By sequence, the tokens that it should have, and how many of its own are known to be these."""
+
+    def expect(self, seq_id: int, token_ids: list[int], num_known: int) -> None:
+        """A new sequence of one sample, which is drawn with index 0 and without drafts, has the first `num_known` of
+        these tokens. The others are those that the model would draw. They are drawn without hashing, for as long as
+        what the sequence has is the same."""
+        self._expected[seq_id] = token_ids, num_known
 
     def execute(self, batch: Batch) -> StepResult:
         """Return a token for each draw, with probability 1."""
         tokens: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
         for scheduled in batch.sequences:
+            if scheduled.seq_id in self._expected:
+                num_drawn = 0 if scheduled.drawn is None else 1
+                drawn = self._as_expected(scheduled.seq_id, scheduled.start, list(scheduled.token_ids), num_drawn)
+                if drawn is not None:
+                    tokens += drawn
+                    continue
             for state in self._advance(scheduled):
                 for draw in () if scheduled.drawn is None else scheduled.drawn.draws:
                     token_id = _next_token(state, draw.index)
@@ -75,6 +89,9 @@ class FakeModel:
 
     def next_tokens(self, seq_id: int, start: int, token_id: int, index: int, num: int) -> list[int]:
         """Return the next `num` tokens that a sequence draws behind this one, which is at position `start`."""
+        expected = self._as_expected(seq_id, start, [token_id], num)
+        if expected is not None:
+            return expected
         length, state = self._states.get(seq_id, (-1, None))
         if state is None or length != start:
             state = self._state(seq_id, start)
@@ -86,6 +103,20 @@ class FakeModel:
             tokens.append(token_id)
         self._states[seq_id] = start + num, state
         return tokens
+
+    def _as_expected(self, seq_id: int, start: int, token_ids: list[int], num: int) -> list[int] | None:
+        """Return the next `num` tokens behind these, which are at position `start`, if all tokens up to there are as
+        expected; otherwise None, and no more are expected of the sequence."""
+        tokens, num_known = self._expected.get(seq_id, (None, 0))
+        if tokens is None:
+            return None
+        end = start + len(token_ids)
+        is_same = num_known >= start or self._history(seq_id)[num_known:start] == tokens[num_known:start]
+        if not is_same or tokens[start:end] != token_ids or end + num > len(tokens):
+            del self._expected[seq_id]
+            return None
+        self._expected[seq_id] = tokens, max(num_known, end)
+        return tokens[end : end + num]
 
     def continuation(self, seq_id: int, index: int, num_tokens: int) -> list[int]:
         """Return the next tokens of a sequence that draws with this index."""
@@ -124,6 +155,7 @@ class FakeModel:
     def forget(self, seq_id: int) -> None:
         """Drop the state of a sequence that has ended."""
         self._states.pop(seq_id, None)
+        self._expected.pop(seq_id, None)
 
 
 class FakeDrafter:

@@ -75,8 +75,10 @@ class Simulator:
         """Called with the id of each request that ends."""
         self._new: dict[str, int] = {}  # length of the history of each request that waits for its first step
         self.lane = DecodeLane(self.scheduler, self.committer, self.model)
-        self._step: tuple[Batch | None, int, float] | None = None
-        """Of the step that runs, the batch, the number of requests in the lane beside it, and the seconds."""
+        self._step: tuple[Batch | None, float] | None = None
+        """The step that runs: its batch, if there are requests that are not in the lane, and its seconds."""
+        self.num_step_tokens = 0
+        """Number of tokens that the step computes which was begun last."""
 
     def _clock(self) -> float:
         return self.now_s
@@ -119,25 +121,16 @@ class Simulator:
             self._note(batch, contended)
         num_decodes = len(lane)
         step_s = self.cost.seconds(batch, num_decodes, lane.context)
-        self._step = batch, num_decodes, step_s
+        self._step, self.num_step_tokens = (batch, step_s), num_decodes + (0 if batch is None else batch.num_tokens)
         return step_s
-
-    @property
-    def num_step_tokens(self) -> int:
-        """Number of tokens that the step that runs computes."""
-        if self._step is None:
-            return 0
-        batch, num_decodes, _ = self._step
-        return num_decodes + (0 if batch is None else batch.num_tokens)
 
     def end_step(self) -> list[SequenceGroup]:
         """End the step that has begun; returns the requests that got tokens or finished, without those that the lane
         had, which each got one."""
         assert self._step is not None, "no step has begun"
-        num_tokens, (batch, num_decodes, step_s) = self.num_step_tokens, self._step
-        self._step = None
-        if batch is None or num_decodes:
-            self.scheduler.step_time.observe(num_tokens, step_s)
+        (batch, step_s), self._step = self._step, None
+        if batch is None or len(self.lane):
+            self.scheduler.step_time.observe(self.num_step_tokens, step_s)
         else:
             self.scheduler.observe(batch, step_s)
         ended = self.lane.commit()
@@ -166,9 +159,11 @@ class Simulator:
         history_len: int,
         *,
         chain: HashChain | None = None,
+        expected: list[int] | None = None,
     ) -> None:
         """Add a new request with this prompt, whose first `history_len` tokens are an earlier conversation. `chain` has
-        the prompt's hashes, if they are known."""
+        the prompt's hashes, if they are known, and `expected` the prompt and the tokens of its only sample, if they
+        are."""
         group = self._group(submitted_s, index, request, prompt)
         self.unfinished[group.request_id] = (request, group)
         if group.params.n > self.scheduler.config.max_num_seqs:
@@ -177,6 +172,8 @@ class Simulator:
         self._new[group.request_id] = history_len
         self.record.backlog[request.tenant] += 1
         self.requests.add(group)
+        if expected is not None and self.scheduler.drafting is None:
+            self.model.expect(group.seqs[0].seq_id, expected, len(prompt))
         if chain is not None and self.blocks.prefixes is not None:
             self.blocks.prefixes.adopt(group.seqs[0].seq_id, chain)
 

@@ -12,8 +12,9 @@ class PrefixChanges:
     def __init__(self, trackers: Sequence[BlockTracker], group: int) -> None:
         """Collect from now on; `trackers` are those of all tiers, and `group` is one that keeps all tokens, where the
         model has such layers."""
-        self._trackers, self._group = trackers, group
-        self._changed: set[BlockHash] = set()
+        self._hashes = [tracker.hashes(group) for tracker in trackers]
+        """By tier, what can be found there."""
+        self._changed: list[BlockHash] = []
         self._known: set[BlockHash] = set()
         for tracker in trackers:
             tracker.changed_hashes = self._changed
@@ -24,12 +25,14 @@ class PrefixChanges:
         gone: list[BlockHash] = []
         if not self._changed:
             return found, gone
-        group, known, (device, *others) = self._group, self._known, self._trackers
+        known, (device, *others) = self._known, self._hashes
         for block_hash in self._changed:
-            is_found = device.has(group, block_hash) or any(tracker.has(group, block_hash) for tracker in others)
-            if is_found != (block_hash in known):
-                (found if is_found else gone).append(block_hash)
-        self._known.update(found)
-        self._known.difference_update(gone)
+            if block_hash in device or (others and any(block_hash in hashes for hashes in others)):
+                if block_hash not in known:
+                    known.add(block_hash)
+                    found.append(block_hash)
+            elif block_hash in known:
+                known.remove(block_hash)
+                gone.append(block_hash)
         self._changed.clear()
         return found, gone

@@ -52,8 +52,7 @@ class ContentHasher:
     def child(self, parent: BlockHash, tokens: bytes) -> BlockHash:
         """Return the hash of a full block with these bytes, which follows the block with the hash `parent`."""
         state = self._keyed.copy()
-        state.update(parent)
-        state.update(tokens)
+        state.update(parent + tokens)
         return state.digest()
 
     def media(self, item_hash: bytes) -> bytes:
@@ -84,11 +83,20 @@ class HashChain:
         done, size = len(self._tokens), self._block_size
         if num_blocks <= done:
             return
-        data = self.content(done * size, num_blocks * size, token_ids)
+        data, child = self.content(done * size, num_blocks * size, token_ids), self._hasher.child
+        block_hash = self._hashes[-1]
         for start in range(0, len(data), TOKEN_BYTES * size):
             tokens = data[start : start + TOKEN_BYTES * size]
+            block_hash = child(block_hash, tokens)
             self._tokens.append(tokens)
-            self._hashes.append(self._hasher.child(self._hashes[-1], tokens))
+            self._hashes.append(block_hash)
+
+    def adopt(self, hashes: Sequence[BlockHash], data: bytes) -> None:
+        """Take over the hashes of the first full blocks, computed elsewhere with the same key, before any is hashed.
+        `data` begins with their tokens, in the form of `content`."""
+        size = TOKEN_BYTES * self._block_size
+        self._tokens += [data[start : start + size] for start in range(0, size * len(hashes), size)]
+        self._hashes += hashes
 
     def blocks(self) -> list[BlockHash]:
         """Return the hashes of all blocks that have been hashed."""

@@ -26,21 +26,29 @@ class LRUEvictor:
         same_age = self._ages.get(age)
         if same_age is None:
             same_age = self._ages[age] = _SameAge()
-        same_age.add(block_id, depth)
+        same_age.depths[block_id] = depth
+        same_age.order = None
         self._places[block_id] = age
 
     def remove(self, block_id: int) -> None:
         """Remove a block that has a holder again."""
         age = self._places.pop(block_id)
-        self._ages[age].remove(block_id)
-        if not self._ages[age]:
+        depths = self._ages[age].depths
+        del depths[block_id]
+        if not depths:
             del self._ages[age]
 
     def evict(self) -> int:
         """Remove and return the block to evict."""
-        age, same_age = next(iter(self._ages.items()))
-        block_id = same_age.pop_deepest()
-        if not same_age:
+        age = next(iter(self._ages))
+        same_age = self._ages[age]
+        depths, order = same_age.depths, same_age.order
+        if order is None:
+            order = same_age.order = sorted(depths, key=depths.__getitem__)
+        while (block_id := order.pop()) not in depths:
+            pass
+        del depths[block_id]
+        if not depths:
             del self._ages[age]
         del self._places[block_id]
         return block_id
@@ -49,26 +57,10 @@ class LRUEvictor:
 class _SameAge:
     """Blocks last used in one step, by depth."""
 
-    __slots__ = ("_depths", "_order")
+    __slots__ = ("depths", "order")
 
     def __init__(self) -> None:
-        self._depths: dict[int, int] = {}  # By block, in the order in which they were added.
-        self._order: list[int] | None = None  # The next block to evict last; those removed may be in it, too.
-
-    def __len__(self) -> int:
-        return len(self._depths)
-
-    def add(self, block_id: int, depth: int) -> None:
-        self._depths[block_id] = depth
-        self._order = None
-
-    def remove(self, block_id: int) -> None:
-        del self._depths[block_id]
-
-    def pop_deepest(self) -> int:
-        if self._order is None:
-            self._order = sorted(self._depths, key=self._depths.__getitem__)
-        while (block_id := self._order.pop()) not in self._depths:
-            pass
-        del self._depths[block_id]
-        return block_id
+        self.depths: dict[int, int] = {}
+        """By block, in the order in which they were added; never empty between two calls of the evictor."""
+        self.order: list[int] | None = None
+        """The blocks by depth, where none has been added since they were sorted; those removed may be in it, too."""

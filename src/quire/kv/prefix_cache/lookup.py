@@ -1,6 +1,5 @@
 """The longest prefix of a sequence that need not be computed, and why it is not longer."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +13,8 @@ from quire.kv.prefix_cache.tracker import BlockTracker, EvictedHashes
 
 SOURCES = (HitSource.DEVICE, HitSource.HOST)
 """By tier, the name under which a hit there is counted."""
+
+_NONE_FOUND = dict.fromkeys(HitSource, 0)
 
 Join = Callable[[int, int, int], Place | None]
 """(sequence, group, block index) -> the block, if it will be computed in the step being planned."""
@@ -99,8 +100,9 @@ class PrefixLookup:
                 num_blocks = self._managers[group].longest_prefix(num_blocks, partial(self._run, search, group))
         first = self.first_needed(num_blocks)
         unready = {index: source for index, source in search.unready.items() if index < num_blocks}
-        num_found = Counter(unready.values())
-        num_found[HitSource.DEVICE] = num_blocks - len(unready)
+        num_by_source = {**_NONE_FOUND, HitSource.DEVICE: num_blocks - len(unready)}
+        for source in unready.values():
+            num_by_source[source] += 1
         return PrefixHit(
             seq_id,
             token_ids,
@@ -112,7 +114,7 @@ class PrefixLookup:
                 [places[i] for i in range(start, num_blocks)] if manager.holds_tokens else []
                 for manager, places, start in zip(self._managers, search.places, first, strict=True)
             ),
-            num_by_source={source: num_found[source] for source in HitSource},
+            num_by_source=num_by_source,
             is_settled=search.is_settled,
             is_awaited=num_blocks < max_blocks and chain.block(num_blocks)[0] in self.computing,
         )

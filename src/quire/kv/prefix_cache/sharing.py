@@ -94,19 +94,19 @@ class PrefixSharing:
 
     def publish(self, seq_id: int, blocks: SequenceBlocks, token_ids: Sequence[int], num_full: int) -> None:
         """The first `num_full` blocks are computed: let others find those that are still in the tables."""
-        chain, evicted = self.chains[seq_id], self._tiers.evicted
+        chain, evicted, start = self.chains[seq_id], self._tiers.evicted, blocks.num_full
         chain.extend(num_full, token_ids)
-        if blocks.num_full < blocks.num_announced:
-            self.withdraw(seq_id, blocks, blocks.num_full, num_full)
-        for index in range(blocks.num_full, num_full):
+        if start < blocks.num_announced:
+            self.withdraw(seq_id, blocks, start, num_full)
+        salt = chain.key.cache_salt
+        for index in range(start, num_full):
             block_hash, tokens = chain.block(index)
-            evicted.discard(block_hash)
+            if evicted.most:
+                evicted.discard(block_hash)
             for group in self._token_groups:
                 table = blocks.tables[group]
                 if index >= table.first:
-                    salt = chain.key.cache_salt
-                    content = BlockContent(group, chain.parent(index), tokens, index, block_hash, salt=salt)
-                    self._publish(table, content)
+                    self._publish(table, BlockContent(group, chain.parent(index), tokens, index, block_hash, 0, salt))
 
     def publish_tail(self, seq_id: int, blocks: SequenceBlocks, token_ids: Sequence[int], num_computed: int) -> None:
         """Let others copy out of the last, partly full block, as far as it is computed."""

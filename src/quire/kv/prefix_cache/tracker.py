@@ -1,9 +1,10 @@
 """What the computed blocks of a pool contain, and how it is found."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, KeysView
 from itertools import islice
+
+import msgspec
 
 from quire.kv.place import Place
 from quire.kv.prefix_cache.content_hash import TOKEN_BYTES, BlockHash
@@ -14,9 +15,8 @@ MAX_EVICTED_HASHES = 65536
 """Largest number of hashes that are remembered of evicted content, so that a miss can be explained."""
 
 
-@dataclass(slots=True)
-class BlockContent:
-    """The known content of a block."""
+class BlockContent(msgspec.Struct, gc=False):
+    """The known content of a block. There is one for each block of a cache, so it is small and quickly made."""
 
     group: int
     """The KV cache group, since the same tokens have other keys and values in each."""
@@ -52,15 +52,16 @@ class BlockTracker:
         self._on_change = on_change
         self._tier = tier
         self._contents: dict[int, BlockContent] = {}
-        self._by_hash: list[dict[BlockHash, Place]] = [{} for _ in range(num_groups)]
-        self._children: list[dict[BlockHash, dict[int, bytes]]] = [{} for _ in range(num_groups)]
-        """By group and parent, the blocks that follow it, each with its tokens."""
+        self._by_hash: list[dict[BlockHash, int]] = [{} for _ in range(num_groups)]
+        """By group and hash, the full block."""
+        self._children: list[dict[BlockHash, int | dict[int, bytes]]] = [{} for _ in range(num_groups)]
+        """By group and parent, the block that follows it or, if there were several, each of these with its tokens."""
         self._beginnings: dict[tuple[str, bytes], dict[BlockHash, None]] = {}
         """Of the first blocks of group 0: salt and tokens -> roots."""
         self.touched: set[int] | None = None
         """Blocks whose content has changed, while a live view is open; the view empties it. None without a view."""
-        self.changed_hashes: set[BlockHash] | None = None
-        """Hashes that `on_change` was called with, while a PrefixChanges collects them."""
+        self.changed_hashes: list[BlockHash] | None = None
+        """Hashes that `on_change` was called with, in order, while a PrefixChanges collects them."""
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._contents
@@ -96,25 +97,39 @@ class BlockTracker:
         self._contents[block_id] = content
         if self.touched is not None:
             self.touched.add(block_id)
-        self._children[content.group].setdefault(content.parent, {})[block_id] = content.tokens
+        children = self._children[content.group]
+        siblings = children.get(content.parent)
+        if siblings is None:
+            children[content.parent] = block_id
+        elif isinstance(siblings, int):
+            children[content.parent] = {siblings: self._contents[siblings].tokens, block_id: content.tokens}
+        else:
+            siblings[block_id] = content.tokens
         if content.block_hash is not None:
-            self._by_hash[content.group][content.block_hash] = Place(self._tier, block_id)
+            self._by_hash[content.group][content.block_hash] = block_id
             self._change(content.depth, content.block_hash)
             if content.depth == 0 and content.group == 0:
                 self._beginnings.setdefault((content.salt, content.tokens), {})[content.parent] = None
 
     def discard(self, block_id: int) -> None:
-        """Forget the content of a block."""
-        content = self._contents.pop(block_id, None)
-        if content is None:
-            return
+        """Forget the content of a block, if it is known."""
+        if block_id in self._contents:
+            self.pop(block_id)
+
+    def pop(self, block_id: int) -> BlockContent:
+        """Forget the content of a block, and return it."""
+        content = self._contents.pop(block_id)
         if self.touched is not None:
             self.touched.add(block_id)
         children = self._children[content.group]
         siblings = children[content.parent]
-        del siblings[block_id]
-        if not siblings:
+        if siblings == block_id:
             del children[content.parent]
+        else:
+            assert isinstance(siblings, dict), f"block {block_id} is not in the prefix tree"
+            del siblings[block_id]
+            if not siblings:
+                del children[content.parent]
         if content.block_hash is not None:
             del self._by_hash[content.group][content.block_hash]
             self._change(content.depth, content.block_hash)
@@ -123,27 +138,37 @@ class BlockTracker:
                 del self._beginnings[beginning][content.parent]
                 if not self._beginnings[beginning]:
                     del self._beginnings[beginning]
+        return content
 
     def _change(self, depth: int, block_hash: BlockHash) -> None:
         self._on_change(depth, block_hash)
         if self.changed_hashes is not None:
-            self.changed_hashes.add(block_hash)
+            self.changed_hashes.append(block_hash)
 
-    def has(self, group: int, block_hash: BlockHash) -> bool:
-        """Whether a full block has this hash."""
-        return block_hash in self._by_hash[group]
+    def hashes(self, group: int) -> KeysView[BlockHash]:
+        """Those of the group's full blocks, always as they are now."""
+        return self._by_hash[group].keys()
 
     def find(self, group: int, block_hash: BlockHash, tokens: bytes) -> Place | None:
         """The full block with this hash, if its tokens are equal too."""
-        place = self._by_hash[group].get(block_hash)
-        return place if place is not None and self._contents[place[1]].tokens == tokens else None
+        block_id = self._by_hash[group].get(block_hash)
+        if block_id is None or self._contents[block_id].tokens != tokens:
+            return None
+        return Place(self._tier, block_id)
 
     def find_tail(self, group: int, parent: BlockHash, tokens: bytes) -> tuple[int, int] | None:
         """Of the blocks that follow this prefix, the one that begins with the most of `tokens`, and their number."""
         best: tuple[int, int] | None = None
-        first, children = tokens[:TOKEN_BYTES], self._children[group].get(parent, {})
+        first, children = tokens[:TOKEN_BYTES], self._children[group].get(parent)
+        if children is None:
+            return None
+        if isinstance(children, int):
+            children = {children: self._contents[children].tokens}
+        newest = [*islice(reversed(children.values()), MAX_TAIL_CANDIDATES)]
+        if not [others for others in newest if others.startswith(first)]:  # as for most
+            return None
         for block_id, others in islice(reversed(children.items()), MAX_TAIL_CANDIDATES):
-            if not others.startswith(first):  # as most do not
+            if not others.startswith(first):
                 continue
             num_tokens = _common_tokens(others, tokens)
             if num_tokens > (best[1] if best else 0):
@@ -159,10 +184,15 @@ class BlockTracker:
         """The indices agree with the contents, or AssertionError."""
         contents = self._contents.items()
         hashes = {(c.group, c.block_hash): b for b, c in contents if c.block_hash is not None}
-        indexed = {(group, h): p.block_id for group, index in enumerate(self._by_hash) for h, p in index.items()}
+        indexed = {(group, h): b for group, index in enumerate(self._by_hash) for h, b in index.items()}
         assert hashes == indexed, "the index by hash and the contents disagree"
         children = {(c.group, c.parent, b) for b, c in contents}
-        tree = {(g, p, b) for g, index in enumerate(self._children) for p, blocks in index.items() for b in blocks}
+        tree = {
+            (group, parent, block_id)
+            for group, index in enumerate(self._children)
+            for parent, blocks in index.items()
+            for block_id in ([blocks] if isinstance(blocks, int) else blocks)
+        }
         assert children == tree, "the prefix tree is wrong"
         full = [c for _, c in contents if c.block_hash is not None]
         beginnings = {((c.salt, c.tokens), c.parent) for c in full if c.depth == 0 and c.group == 0}

@@ -15,11 +15,11 @@ from quire.engine.routing.router import Route, Router
 from quire.interfaces.simulate.arrivals import Arrivals
 from quire.interfaces.simulate.fleet.events import Deaths, Scaling
 from quire.interfaces.simulate.fleet.lane_routes import LaneRoutes
+from quire.interfaces.simulate.fleet.prompts import Prompt, Prompts, prompts_ahead
 from quire.interfaces.simulate.record import Record
 from quire.interfaces.simulate.simulator import Simulator
 from quire.interfaces.simulate.trace import TraceRequest
 from quire.kv.prefix_cache.changes import PrefixChanges
-from quire.kv.prefix_cache.content_hash import ContentHasher, HashChain
 
 _KEY = b"fleet"
 """All engines hash blocks with it, as the engines of a server do with a secret one."""
@@ -91,14 +91,14 @@ class FleetSimulator:
         self._lives: dict[int, Iterator[float]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
-        self._waiting: deque[tuple[Simulator | None, tuple[float, int, TraceRequest, list[int], int]]] = deque()
+        self._waiting: deque[tuple[Simulator | None, tuple[float, int, TraceRequest, Prompt, int]]] = deque()
         self._starting: set[int] = set()
         self._high_s = 0.0
         self._num_unfinished = 0
         self._woken: dict[int, FleetEngine] = {}
-        self._hasher = ContentHasher(_KEY)
         first = make_engine()
         self._block_size = first.blocks.block_size
+        self._prompts = Prompts((), _KEY, self._block_size)
         self.router = router(self._block_size)
         for number in range(num_engines):
             self._ready(number)
@@ -109,11 +109,20 @@ class FleetSimulator:
 
     def run(self, trace: Iterable[TraceRequest]) -> Record:
         """Run all requests of a trace, sorted by arrival, to their end."""
-        with _without_collector():
-            return self._run(trace)
+        return self._run(Prompts(trace, _KEY, self._block_size))
 
-    def _run(self, trace: Iterable[TraceRequest]) -> Record:
-        self.arrivals = Arrivals(trace)
+    def run_with_helper(self, make_trace: Callable[[], Iterable[TraceRequest]]) -> Record:
+        """As `run`, with the same results, while another process makes the trace and its prompts. `make_trace` can be
+        pickled."""
+        with prompts_ahead(make_trace, _KEY, self._block_size) as prompts:
+            return self._run(prompts)
+
+    def _run(self, prompts: Prompts) -> Record:
+        with _without_collector():
+            return self._run_all(prompts)
+
+    def _run_all(self, prompts: Prompts) -> Record:
+        self._prompts, self.arrivals = prompts, Arrivals(prompts.trace)
         for engine in self.engines.values():
             engine.simulator.arrivals = self.arrivals
         while True:
@@ -137,11 +146,11 @@ class FleetSimulator:
 
     def _submit(self, submitted_s: float, index: int, request: TraceRequest) -> None:
         history = self.arrivals.history(request)
-        prompt = history + request.prompt_token_ids(index)
+        prompt = self._prompts.take(index, request, history)
         self._num_unfinished += 1
         self._place(None, (submitted_s, index, request, prompt, len(history)))
 
-    def _place(self, other: Simulator | None, added: tuple[float, int, TraceRequest, list[int], int]) -> None:
+    def _place(self, other: Simulator | None, added: tuple[float, int, TraceRequest, Prompt, int]) -> None:
         """Give a request to an engine; it has been in the `other` one, if that is not None."""
         numbers = [*self.engines]
         if self.draining:
@@ -149,16 +158,23 @@ class FleetSimulator:
         if not numbers:
             self._waiting.append((other, added))
             return
-        prompt, request_id = added[3], str(added[1])
-        chain = HashChain(self._hasher, self._block_size)
-        chain.extend(len(prompt) // self._block_size, prompt)
-        hashes, num_seen = chain.blocks(), 0 if other is None else _num_output_tokens(other, request_id)
-        engine = self.engines[self.router.choose(hashes, len(prompt) + num_seen, numbers)]
-        most_new = added[2].output_len * max(added[2].n, added[2].beam_width) - num_seen
-        route = self.router.add(engine.number, hashes, len(prompt) + num_seen, self.now_s, most_new)
+        submitted_s, index, request, prompt, history_len = added
+        request_id, hashes, num_tokens = str(index), prompt.chain.blocks(), len(prompt.token_ids)
+        num_seen = 0 if other is None else _num_output_tokens(other, request_id)
+        engine = self.engines[self.router.choose(hashes, num_tokens + num_seen, numbers)]
+        most_new = request.output_len * max(request.n, request.beam_width) - num_seen
+        route = self.router.add(engine.number, hashes, num_tokens + num_seen, self.now_s, most_new)
         engine.routes[request_id] = route
         if other is None:
-            engine.simulator.add(*added, chain=chain)
+            engine.simulator.add(
+                submitted_s,
+                index,
+                request,
+                prompt.token_ids,
+                history_len,
+                chain=prompt.chain,
+                expected=prompt.expected,
+            )
         else:
             engine.simulator.take_over(other, request_id)
         if request_id in engine.simulator.unfinished and engine.simulator.may_get_several(request_id):
@@ -190,8 +206,10 @@ class FleetSimulator:
         engine.lane_routes.on_step()
         changed = engine.simulator.end_step()
         found, gone = engine.changes.take()
-        self.router.index.add(engine.number, found)
-        self.router.index.discard(engine.number, gone)
+        if found:
+            self.router.index.add(engine.number, found)
+        if gone:
+            self.router.index.discard(engine.number, gone)
         routes, num_seen, on_tokens = engine.routes, engine.num_seen, self.router.on_tokens
         for group in changed:
             request_id, seqs = group.request_id, group.seqs
@@ -203,7 +221,8 @@ class FleetSimulator:
         for group in engine.joined:
             engine.lane_routes.join(routes[group.request_id])
         engine.joined.clear()
-        self._end_routes(engine)
+        if engine.ended:
+            self._end_routes(engine)
         if engine.number in self.draining and not engine.routes:
             self._remove(engine)
         else:
@@ -250,7 +269,7 @@ class FleetSimulator:
             self.router.end(route)
         for request_id in list(engine.simulator.unfinished):
             request, group = engine.simulator.unfinished[request_id]
-            prompt = group.outputs.prompt_token_ids
+            prompt = self._prompts.of(group.outputs.prompt_token_ids)
             self.num_moved += 1
             self._place(engine.simulator, (group.metrics.arrival_time, int(request_id), request, prompt, 0))
         if number in self.draining:
