@@ -195,8 +195,10 @@ def run_pooling(
 
     whole = (place for place in range(len(prompts)) if params[place].truncate_prompt_tokens is None)
     long = [place for place in whole if may_be_too_long(inputs, prompts[place])]
-    with progress("tokenizing", len(long), "text") if long and use_tqdm else nullcontext(lambda: None) as advance:
-        early = _tokenized_early(long, tokenize, _num_cores(engine.config.parallel), advance, alone=alone)
+    early = dict[int, Tokenized]()
+    if long:
+        with progress("tokenizing", len(long), "text") if use_tqdm else nullcontext(lambda: None) as advance:
+            early = _tokenized_early(long, tokenize, _num_cores(engine.config.parallel), advance, alone=alone)
 
     def tokenize_others(places: Sequence[int]) -> list[Tokenized]:
         others = iter(tokenize([place for place in places if place not in early]))
