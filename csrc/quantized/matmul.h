@@ -225,7 +225,16 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
   const Requests requests(reader, layout, num_rows, piece_bytes);
   // The tiles ask for what lies ahead of the integers they read: all but these lines, as they skip the fields.
   const Ask ask_fields = requests.ask == Ask::kNot ? Ask::kNext : requests.ask;
-  for (int64_t at = 0; at < reader.integers_at; at += 64) ask_for<1>(ask_fields, panel + requests.ahead + at);
+#if defined(QUIRE_AMX)
+  const bool is_on_tiles = has_groups_on_tiles(reader.shape, num_rows);
+#else
+  constexpr bool is_on_tiles = false;
+#endif
+  const bool is_in_line = kAsksInLine && layout.group <= QuantizedShape::kBlock && !is_unpacked && !is_on_tiles;
+  for (int64_t at = is_in_line ? reader.integers_at : 0; at < reader.integers_at; at += 64) {
+    ask_for<1>(ask_fields, panel + requests.ahead + at);
+  }
+  const int64_t line_bytes = is_in_line ? reader.shape.panel_bytes() / layout.groups : 0;
   for (int64_t first = 0; first < layout.groups; first += piece_groups) {
     const int64_t end = smaller(first + piece_groups, layout.groups);
     if (stored_scales.numbers == nullptr) {
@@ -236,7 +245,7 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
     const int64_t begin_block = first * layout.group / QuantizedShape::kBlock;
     const int64_t end_block = ceil_div(end * layout.group, QuantizedShape::kBlock);
 #if defined(QUIRE_AMX)
-    if (has_groups_on_tiles(reader.shape, num_rows)) {
+    if (is_on_tiles) {
       const GroupPiece groups(reader, panel, begin_block, end_block, num_rows, bytes);
       const WeightPiece piece = {groups.units, stored_scales, scales, mins, nullptr, first,
                                  end - first,  Ask::kNot,     0,      0,    1};
@@ -250,17 +259,19 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
                                     : stored + begin_block * reader.shape.block_bytes();
     // Unpacking has asked for kPanelAhead behind the piece.
     const char* behind = is_unpacked ? stored + end_block * reader.shape.block_bytes() : units;
-    WeightPiece piece = {units,
-                         stored_scales,
-                         scales,
-                         mins,
-                         reader.shape.format.table,
-                         first,
-                         end - first,
-                         requests.ask,
-                         behind - units + requests.ahead,
-                         0,
-                         1};
+    WeightPiece piece = {
+        units,
+        stored_scales,
+        scales,
+        mins,
+        reader.shape.format.table,
+        first,
+        end - first,
+        requests.ask,
+        is_in_line ? stored - units + kLineAhead + first * line_bytes : behind - units + requests.ahead,
+        0,
+        1,
+        line_bytes};
     multiply_piece(rows, num_rows, reader, layout, is_plain || is_unpacked, requests.are_shared, piece, out, sums);
     if (layout.has_mins) add_mins(rows, num_rows, layout, piece, minuses);
   }
