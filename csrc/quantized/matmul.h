@@ -160,6 +160,7 @@ QUIRE_INLINE const TileShape& shape_of(const QuantizedRow& layout) {
 static bool shares_requests(const PanelReader& reader, const QuantizedRow& layout, int64_t rows) {
   const int64_t blocks = ceil_div(rows, shape_of(layout).rows);
   if (blocks == 1 || !reader.is_plain()) return false;
+  if (kAsksInLine && layout.group <= QuantizedShape::kBlock) return true;
   if (kAsksNear) return blocks <= kSharingBlocks && has_large_nearest_cache();
   return layout.group > QuantizedShape::kBlock && layout.group * kPanelColumns <= kMostShared;
 }
@@ -234,6 +235,7 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
   for (int64_t at = is_in_line ? reader.integers_at : 0; at < reader.integers_at; at += 64) {
     ask_for<1>(ask_fields, panel + requests.ahead + at);
   }
+  const int64_t passed = requests.are_shared ? piece_groups : 0;  // what is asked for while one piece is multiplied
   const int64_t line_bytes = is_in_line ? reader.shape.panel_bytes() / layout.groups : 0;
   for (int64_t first = 0; first < layout.groups; first += piece_groups) {
     const int64_t end = smaller(first + piece_groups, layout.groups);
@@ -268,7 +270,7 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
         first,
         end - first,
         requests.ask,
-        is_in_line ? stored - units + kLineAhead + first * line_bytes : behind - units + requests.ahead,
+        is_in_line ? stored - units + kLineAhead + (first + passed) * line_bytes : behind - units + requests.ahead,
         0,
         1,
         line_bytes};
