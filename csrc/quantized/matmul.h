@@ -155,11 +155,17 @@ QUIRE_INLINE const TileShape& shape_of(const QuantizedRow& layout) {
   return layout.group > QuantizedShape::kBlock ? kByteShape : kGroupedShape;
 }
 
+// Whether tiles unpack integers, for each block of rows anew; else what is not plain is unpacked first. Unpacking reads
+// in bursts, tiles read all the time: up to a dozen rows that makes up for unpacking twice.
+QUIRE_INLINE constexpr bool is_unpacked_by_tiles(int64_t rows) {
+  return kUnpacksInRegisters && rows <= kGroupedShape.rows * (kAsksInLine ? 3 : 2) / 2;
+}
+
 // Whether each of several passes through a piece of a panel asks for its share of the next piece, which then comes
 // while all rows are multiplied.
 static bool shares_requests(const PanelReader& reader, const QuantizedRow& layout, int64_t rows) {
   const int64_t blocks = ceil_div(rows, shape_of(layout).rows);
-  if (blocks == 1 || !reader.is_plain()) return false;
+  if (blocks == 1 || !(reader.is_plain() || is_unpacked_by_tiles(rows))) return false;
   if (kAsksInLine && layout.group <= QuantizedShape::kBlock) return true;
   if (kAsksNear) return blocks <= kSharingBlocks && has_large_nearest_cache();
   return layout.group > QuantizedShape::kBlock && layout.group * kPanelColumns <= kMostShared;
@@ -220,7 +226,7 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
   const bool is_plain = reader.is_plain();
   const StoredScales stored_scales = reader.stored_scales(panel);
   // Integers are unpacked for all rows, or by the only tile.
-  const bool is_unpacked = !is_plain && (num_rows > kGroupedShape.rows || !kUnpacksInRegisters);
+  const bool is_unpacked = !is_plain && !is_unpacked_by_tiles(num_rows);
   const int64_t piece_groups = layout.group > kPieceK ? 1 : kPieceK / layout.group;
   const int64_t piece_bytes = piece_groups * layout.group / QuantizedShape::kBlock * reader.shape.block_bytes();
   const Requests requests(reader, layout, num_rows, piece_bytes);
