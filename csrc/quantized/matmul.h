@@ -16,6 +16,10 @@
 
 namespace quire::QUIRE_ISA {
 
+#if !defined(QUIRE_AMX)
+QUIRE_INLINE constexpr bool has_groups_on_tiles(const QuantizedShape&, int64_t) { return false; }
+#endif
+
 // A largest value up to this counts as zero: 127 divided by it might be infinite.
 constexpr float kQuantizedZero = 1e-30f;
 
@@ -161,12 +165,18 @@ QUIRE_INLINE constexpr bool is_unpacked_by_tiles(int64_t rows) {
   return kUnpacksInRegisters && rows <= kGroupedShape.rows * (kAsksInLine ? 3 : 2) / 2;
 }
 
+// Whether the tiles of this product ask as kAsksInLine says, unless what they read is unpacked first.
+QUIRE_INLINE bool asks_in_line(const QuantizedShape& shape, int64_t rows) {
+  const bool is_grouped = shape.k > 0 && shape.format.group <= QuantizedShape::kBlock;
+  return kAsksInLine && is_grouped && !has_groups_on_tiles(shape, rows);
+}
+
 // Whether each of several passes through a piece of a panel asks for its share of the next piece, which then comes
 // while all rows are multiplied.
 static bool shares_requests(const PanelReader& reader, const QuantizedRow& layout, int64_t rows) {
   const int64_t blocks = ceil_div(rows, shape_of(layout).rows);
   if (blocks == 1 || !(reader.is_plain() || is_unpacked_by_tiles(rows))) return false;
-  if (kAsksInLine && layout.group <= QuantizedShape::kBlock) return true;
+  if (asks_in_line(reader.shape, rows)) return true;
   if (kAsksNear) return blocks <= kSharingBlocks && has_large_nearest_cache();
   return layout.group > QuantizedShape::kBlock && layout.group * kPanelColumns <= kMostShared;
 }
@@ -232,13 +242,9 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
   const Requests requests(reader, layout, num_rows, piece_bytes);
   // The tiles ask for what lies ahead of the integers they read: all but these lines, as they skip the fields.
   const Ask ask_fields = requests.ask == Ask::kNot ? Ask::kNext : requests.ask;
-#if defined(QUIRE_AMX)
   const bool is_on_tiles = has_groups_on_tiles(reader.shape, num_rows);
-#else
-  constexpr bool is_on_tiles = false;
-#endif
-  const bool is_in_line = kAsksInLine && layout.group <= QuantizedShape::kBlock && !is_unpacked && !is_on_tiles;
-  for (int64_t at = is_in_line ? reader.integers_at : 0; at < reader.integers_at; at += 64) {
+  const bool is_in_line = asks_in_line(reader.shape, num_rows) && !is_unpacked;
+  for (int64_t at = 0; at < reader.integers_at && !is_in_line; at += 64) {
     ask_for<1>(ask_fields, panel + requests.ahead + at);
   }
   const int64_t passed = requests.are_shared ? piece_groups : 0;  // what is asked for while one piece is multiplied
