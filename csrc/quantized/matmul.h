@@ -192,7 +192,7 @@ struct Requests {
       : are_shared(shares_requests(reader, layout, rows)) {
     if (are_shared) ahead = piece_bytes;
     if (kAsksNear && has_large_nearest_cache()) {
-      ask = Ask::kNearest;
+      ask = is_intel() ? Ask::kNext : Ask::kNearest;
     } else if (kAsksNear && reader.shape.format.bits == 8 && rows <= kUnfetchedRows) {
       ask = Ask::kNot;  // halves of bytes are read half as fast, and need the requests
     }
@@ -235,7 +235,7 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
   }
   const bool is_plain = reader.is_plain();
   const StoredScales stored_scales = reader.stored_scales(panel);
-  // Integers are unpacked for all rows, or by the only tile.
+  // Integers are unpacked for all rows, or by the tiles.
   const bool is_unpacked = !is_plain && !is_unpacked_by_tiles(num_rows);
   const int64_t piece_groups = layout.group > kPieceK ? 1 : kPieceK / layout.group;
   const int64_t piece_bytes = piece_groups * layout.group / QuantizedShape::kBlock * reader.shape.block_bytes();
