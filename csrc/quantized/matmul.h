@@ -16,6 +16,10 @@
 
 namespace quire::QUIRE_ISA {
 
+#if !defined(QUIRE_AMX)
+QUIRE_INLINE constexpr bool has_groups_on_tiles(const QuantizedShape&, int64_t) { return false; }
+#endif
+
 // A largest value up to this counts as zero: 127 divided by it might be infinite.
 constexpr float kQuantizedZero = 1e-30f;
 
@@ -155,11 +159,24 @@ QUIRE_INLINE const TileShape& shape_of(const QuantizedRow& layout) {
   return layout.group > QuantizedShape::kBlock ? kByteShape : kGroupedShape;
 }
 
+// Whether tiles unpack integers, for each block of rows anew; else what is not plain is unpacked first. Unpacking reads
+// in bursts, tiles read all the time: up to a dozen rows that makes up for unpacking twice.
+QUIRE_INLINE constexpr bool is_unpacked_by_tiles(int64_t rows) {
+  return kUnpacksInRegisters && rows <= kGroupedShape.rows * (kAsksInLine ? 3 : 2) / 2;
+}
+
+// Whether the tiles of this product ask as kAsksInLine says, unless what they read is unpacked first.
+QUIRE_INLINE bool asks_in_line(const QuantizedShape& shape, int64_t rows) {
+  const bool is_grouped = shape.k > 0 && shape.format.group <= QuantizedShape::kBlock;
+  return kAsksInLine && is_grouped && !has_groups_on_tiles(shape, rows);
+}
+
 // Whether each of several passes through a piece of a panel asks for its share of the next piece, which then comes
 // while all rows are multiplied.
 static bool shares_requests(const PanelReader& reader, const QuantizedRow& layout, int64_t rows) {
   const int64_t blocks = ceil_div(rows, shape_of(layout).rows);
-  if (blocks == 1 || !reader.is_plain()) return false;
+  if (blocks == 1 || !(reader.is_plain() || is_unpacked_by_tiles(rows))) return false;
+  if (asks_in_line(reader.shape, rows)) return true;
   if (kAsksNear) return blocks <= kSharingBlocks && has_large_nearest_cache();
   return layout.group > QuantizedShape::kBlock && layout.group * kPanelColumns <= kMostShared;
 }
@@ -175,7 +192,7 @@ struct Requests {
       : are_shared(shares_requests(reader, layout, rows)) {
     if (are_shared) ahead = piece_bytes;
     if (kAsksNear && has_large_nearest_cache()) {
-      ask = Ask::kNearest;
+      ask = is_intel() ? Ask::kNext : Ask::kNearest;
     } else if (kAsksNear && reader.shape.format.bits == 8 && rows <= kUnfetchedRows) {
       ask = Ask::kNot;  // halves of bytes are read half as fast, and need the requests
     }
@@ -218,14 +235,20 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
   }
   const bool is_plain = reader.is_plain();
   const StoredScales stored_scales = reader.stored_scales(panel);
-  // Integers are unpacked for all rows, or by the only tile.
-  const bool is_unpacked = !is_plain && (num_rows > kGroupedShape.rows || !kUnpacksInRegisters);
+  // Integers are unpacked for all rows, or by the tiles.
+  const bool is_unpacked = !is_plain && !is_unpacked_by_tiles(num_rows);
   const int64_t piece_groups = layout.group > kPieceK ? 1 : kPieceK / layout.group;
   const int64_t piece_bytes = piece_groups * layout.group / QuantizedShape::kBlock * reader.shape.block_bytes();
   const Requests requests(reader, layout, num_rows, piece_bytes);
   // The tiles ask for what lies ahead of the integers they read: all but these lines, as they skip the fields.
   const Ask ask_fields = requests.ask == Ask::kNot ? Ask::kNext : requests.ask;
-  for (int64_t at = 0; at < reader.integers_at; at += 64) ask_for<1>(ask_fields, panel + requests.ahead + at);
+  const bool is_on_tiles = has_groups_on_tiles(reader.shape, num_rows);
+  const bool is_in_line = asks_in_line(reader.shape, num_rows) && !is_unpacked;
+  for (int64_t at = 0; at < reader.integers_at && !is_in_line; at += 64) {
+    ask_for<1>(ask_fields, panel + requests.ahead + at);
+  }
+  const int64_t passed = requests.are_shared ? piece_groups : 0;  // what is asked for while one piece is multiplied
+  const int64_t line_bytes = is_in_line ? reader.shape.panel_bytes() / layout.groups : 0;
   for (int64_t first = 0; first < layout.groups; first += piece_groups) {
     const int64_t end = smaller(first + piece_groups, layout.groups);
     if (stored_scales.numbers == nullptr) {
@@ -236,7 +259,7 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
     const int64_t begin_block = first * layout.group / QuantizedShape::kBlock;
     const int64_t end_block = ceil_div(end * layout.group, QuantizedShape::kBlock);
 #if defined(QUIRE_AMX)
-    if (has_groups_on_tiles(reader.shape, num_rows)) {
+    if (is_on_tiles) {
       const GroupPiece groups(reader, panel, begin_block, end_block, num_rows, bytes);
       const WeightPiece piece = {groups.units, stored_scales, scales, mins, nullptr, first,
                                  end - first,  Ask::kNot,     0,      0,    1};
@@ -250,17 +273,19 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
                                     : stored + begin_block * reader.shape.block_bytes();
     // Unpacking has asked for kPanelAhead behind the piece.
     const char* behind = is_unpacked ? stored + end_block * reader.shape.block_bytes() : units;
-    WeightPiece piece = {units,
-                         stored_scales,
-                         scales,
-                         mins,
-                         reader.shape.format.table,
-                         first,
-                         end - first,
-                         requests.ask,
-                         behind - units + requests.ahead,
-                         0,
-                         1};
+    WeightPiece piece = {
+        units,
+        stored_scales,
+        scales,
+        mins,
+        reader.shape.format.table,
+        first,
+        end - first,
+        requests.ask,
+        is_in_line ? stored - units + kLineAhead + (first + passed) * line_bytes : behind - units + requests.ahead,
+        0,
+        1,
+        line_bytes};
     multiply_piece(rows, num_rows, reader, layout, is_plain || is_unpacked, requests.are_shared, piece, out, sums);
     if (layout.has_mins) add_mins(rows, num_rows, layout, piece, minuses);
   }

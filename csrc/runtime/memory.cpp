@@ -54,6 +54,12 @@ bool has_large_nearest_cache() {
 #endif
 }
 
+#if defined(__x86_64__)
+bool is_intel() { return __builtin_cpu_is("intel"); }
+#else
+bool is_intel() { return false; }
+#endif
+
 void* aligned_memory(int64_t bytes) {
   void* memory = std::aligned_alloc(64, static_cast<size_t>(bytes + 63) / 64 * 64);
   if (memory == nullptr) throw std::bad_alloc();

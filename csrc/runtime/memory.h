@@ -21,6 +21,9 @@ void read_ahead(const FileRange& range);
 // Whether a core's first-level cache of data has 48 KiB or more.
 bool has_large_nearest_cache();
 
+// Whether the processor is Intel's, on which requests into the first-level cache take what reading needs.
+bool is_intel();
+
 // 64-byte aligned, to be freed by std::free. Throws std::bad_alloc.
 void* aligned_memory(int64_t bytes);
 

@@ -74,8 +74,8 @@ void parallel_for(int64_t num_tasks, Task task);
 // Threads that take part, the caller included.
 int num_threads();
 
-// Whether no worker sleeps, as a rule since a region ended or the pool was entered within the last 50 us: then tasks of
-// a microsecond are worth sharing.
+// Whether no worker sleeps, as a rule since a region ended or the pool was entered a moment ago: then tasks of a
+// microsecond are worth sharing.
 bool workers_are_awake();
 
 // 64-byte aligned memory of at least `bytes` for the task running as `thread`, until that task ends. Contents are

@@ -31,6 +31,7 @@ struct GroupedTile {
   struct Group {
     const char *block, *ahead;
     int64_t index, half;  // in a row; of the block, if that has two
+    int64_t lines;        // that are asked for
     Ask ask;
   };
 
@@ -91,6 +92,9 @@ struct GroupedTile {
         for (int g = 0; g < G; ++g) acc[r][g] = ByteSums::add(acc[r][g], w[g], value);
       }
     }
+    for (int64_t line = kLines; kFirst == 0 && kAsksInLine && line < group.lines; ++line) {
+      ask_for<1>(group.ask, group.ahead + line * 64);
+    }
     QUIRE_UNROLL
     for (int r = 0; r < N; ++r) {
       const f32 x_scale = set1(*reinterpret_cast<const float*>(x_scales + r * rows.bytes));
@@ -116,13 +120,16 @@ struct GroupedTile {
         sum[r][g] = piece.first == 0 ? set1(0) : load(sums + r * kPanelColumns + column + g * W);
       }
     }
+    const int64_t line_bytes = kAsksInLine && piece.line_bytes > 0 ? piece.line_bytes : kLines * 64;
+    const char* line = piece.units + column * kUnitBytes;
     int64_t turn = piece.share;  // groups until the next one with which lines are asked for
     for (int64_t index = 0; index < piece.groups; ++index) {
       const char* block = piece.units + index / kGroupsPerBlock * kBlockBytes + column * kUnitBytes;
       const int64_t half = index % kGroupsPerBlock;
       const Ask ask = turn == 0 ? piece.ask : Ask::kNot;
       turn = turn == 0 ? piece.shares - 1 : turn - 1;
-      const Group group = {block, block + piece.ahead + half * kLines * 64, piece.first + index, half, ask};
+      const char* ahead = line + ((piece.ahead + index * line_bytes) & -64);
+      const Group group = {block, ahead, piece.first + index, half, ceil_div(line_bytes, 64), ask};
       f32 scale[G];
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) scale[g] = piece.scale(index, column + g * W);

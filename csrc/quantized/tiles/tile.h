@@ -62,10 +62,11 @@ struct WeightPiece {
   StoredScales stored_scales;  // the panel's; if it has numbers, `scales` are not used
   const float *scales, *mins;
   const uint8_t* table;
-  int64_t first, groups;  // the first group's index in a row
-  Ask ask;                // whether a tile asks for weights while it multiplies,
-  int64_t ahead;          // how far behind its units these lie,
-  int64_t share, shares;  // and which share of them: all passes ask for one, or those of the first rows for all
+  int64_t first, groups;   // the first group's index in a row
+  Ask ask;                 // whether a tile asks for weights while it multiplies,
+  int64_t ahead;           // how far behind its units these lie,
+  int64_t share, shares;   // and which share of them: all passes ask for one, or those of the first rows for all
+  int64_t line_bytes = 0;  // asked for with each group where that is in line (kAsksInLine); else as much as it takes
 
   QUIRE_MEMBER f32 scale(int64_t index, int64_t column) const {
     if (stored_scales.numbers != nullptr) return stored_scales.of_group(first + index, column);

@@ -15,6 +15,15 @@ constexpr int64_t kPieceGroups = kPieceK / 16;
 // As kBytesAhead, in one panel.
 constexpr int64_t kPanelAhead = W == 8 ? 2 * kBytesAhead : kBytesAhead;
 
+// Whether small groups' tiles ask for a panel's fields and integers in the order in which they lie, some with each
+// group, instead of all fields at once; and how far ahead of the integers they read.
+#if defined(QUIRE_AMX)
+constexpr bool kAsksInLine = true;
+#else
+constexpr bool kAsksInLine = false;
+#endif
+constexpr int64_t kLineAhead = 4096;
+
 // W of IEEE's binary16 from p on.
 #if defined(QUIRE_SIMD_AVX512)
 constexpr bool kHasHalves = true;
