@@ -288,6 +288,7 @@ def _kernels(rows: Sequence[Row], plots: Path) -> Iterator[str]:
 def _isas(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from title("Other instruction sets", "python -m benchmarks isas", "QUIRE_ISA=avx2 quire bench kernels")
     yield "Each variant is compared with the limits of its own instructions on this machine, with all threads.\n"
+    yield "A table of all variants, with other engines: [which CPU](how-to/which-cpu.md#what-was-measured).\n"
     head = ("variant", "weights", "rows", "n", "k", "us", "GB/s", "GFLOP/s", "limited by", "of the limit")
     names = ("isa", "dtype", "rows", "n", "k", "us", "gb_per_s", "gflop_per_s", "limit", "of_limit")
     yield from table(head, ([row[name] for name in names] for row in rows))

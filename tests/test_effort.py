@@ -10,6 +10,7 @@ from hypothesis import settings
 
 from reliability.coverage import TESTS, is_measured
 from tests.effort import CLIENTS, examples, mark_slow
+from tools.emulate_arm64 import pytest_arguments
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,6 +64,12 @@ def test_of_many_cases_a_quarter_is_left_where_all_tests_run(num_cases: int, num
 def test_sampled_tests_of_few_cases_and_essential_ones_keep_theirs() -> None:
     for marker, num_left in (pytest.mark.sampled(3).mark, 4), (pytest.mark.essential.mark, 12):
         assert len(left([Item(f"tests/a.py::test[{case}]", marker) for case in range(12)], are_all=True)) == num_left
+
+
+def test_all_cases_run_on_emulated_processors_if_asked_for() -> None:
+    assert "tests/kernels" in pytest_arguments(["--all", "-x"]), "where no test is named, three of four are left out"
+    assert pytest_arguments(["--all", "tests/kernels/test_lora.py"])[-2:] == ["--share=1", "tests/kernels/test_lora.py"]
+    assert "tests/kernels" not in pytest_arguments([])
 
 
 def test_tests_with_clients_are_slow_and_others_are_not() -> None:

@@ -2,8 +2,9 @@
 
 The extension must lie in build/arm64 (`make arm64`). Debian's user-mode emulator runs Debian's Python for arm64, with
 arm64 wheels of the packages that hold native code; the other packages and the tests are those of this environment.
-First each of some processors must choose its variants; then the tests run on the one that has them all. Without `--all`
-one in SHARE cases of the variants for arm64 runs, with few examples. ARGUMENTS go to pytest.
+First each of some processors must choose its variants; then the tests run on the one that has them all. With `--all`
+every case runs; without, one in SHARE of the cases of the variants for arm64 that `make test` runs, with few examples.
+ARGUMENTS go to pytest.
 
 Where Debian's packages or the wheels cannot be fetched, the program prints a message and succeeds. It measures no
 speed.
@@ -38,6 +39,7 @@ PROCESSORS = {
     "cortex-a72": ["neon", "portable"],
 }
 SHARE = 40
+TESTS = "tests/kernels"
 # Tests whose cases take half a minute each when emulated.
 LONG = ("test_products_are_the_references_for_any_number_of_rows", "odd_row", "fit_its_scratch")
 # Its tests start and fork processes, which fails under the emulator.
@@ -85,12 +87,20 @@ def main(arguments: list[str]) -> int:
         if found != expected:
             print(f"{processor} should have the variants {expected}, and has {found}\n{done.stderr}")
             return 1
+    command = [*emulated(emulator, next(iter(PROCESSORS))), "-m", "pytest", *pytest_arguments(arguments)]
+    return subprocess.run(command, cwd=ROOT, env=environment()).returncode
+
+
+def pytest_arguments(arguments: list[str]) -> list[str]:
+    """What the emulated pytest is started with."""
     rest = [argument for argument in arguments if argument != "--all"]
     share = 1 if rest != arguments else SHARE
-    command = [*emulated(emulator, next(iter(PROCESSORS))), "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    command += ["-p", "tools.emulate_arm64", f"--share={share}", "-o", "testpaths=tests/kernels"]
-    command += [] if share == 1 else ["--hypothesis-profile=least"]
-    return subprocess.run([*command, *rest], cwd=ROOT, env=environment()).returncode
+    chosen = ["-p", "no:xdist", "-p", "no:cacheprovider", "-p", "tools.emulate_arm64", f"--share={share}"]
+    if share != 1:
+        chosen += ["-o", f"testpaths={TESTS}", "--hypothesis-profile=least"]
+    elif not any(argument.startswith("tests") for argument in rest):
+        chosen += [TESTS]  # of tests that are not named, most cases are left out (tests/effort.py)
+    return [*chosen, *rest]
 
 
 def find_emulator() -> str:
