@@ -26,7 +26,7 @@ are above the 95th percentile."""
 _LIMITS: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "num_threads": 1}
 _PROMPTS, _DECODES = (8, 16, 32, 36, 64, 68, 96, 128, 256), (1, 2, 4, 8, 16)
 """Tokens of prompts and numbers of sequences whose steps are measured. Where kernels compute 32 rows at once, a step of
-a few more tokens takes a third longer."""
+a few more tokens takes a quarter longer."""
 _BENCH = ["--prompt-lens", *map(str, _PROMPTS), "--num-seqs", *map(str, _DECODES), "--context", "48"]
 
 
