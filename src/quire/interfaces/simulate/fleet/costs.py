@@ -139,7 +139,8 @@ def fit(rows: Sequence[StepRow], speedup: float = 1.0) -> CostCurve:
         pairs = row.num_tokens * (row.context + row.num_tokens / row.num_seqs / 2) if row.kind == "prefill" else 0.0
         features[place, -4:] = row.num_seqs, row.context * row.num_seqs, pairs, row.kind == "prefill"
     solved = _non_negative(features / seconds[:, None], np.ones(len(rows)))
-    return CostCurve(tuple(nodes), tuple(solved[:-4].tolist()), *solved[-4:].tolist(), speedup)
+    draw_s, context_s, pair_s, prompt_s = solved[-4:].tolist()
+    return CostCurve(tuple(nodes), tuple(solved[:-4].tolist()), draw_s, context_s, pair_s, prompt_s, speedup)
 
 
 def _non_negative(features: np.ndarray, wanted: np.ndarray) -> np.ndarray:
