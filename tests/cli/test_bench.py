@@ -3,13 +3,13 @@
 import dataclasses
 import json
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
 
 from quire.cli import main
-from quire.cli.bench import attention, kernels, latency
+from quire.cli.bench import attention, kernels, latency, steps
 from quire.cli.bench.limits import Limits, WeightCosts
 from quire.cli.bench.throughput import random_prompts
 from quire.common.batch import Batch, StepResult
@@ -102,6 +102,15 @@ def test_latency_has_a_time_for_every_token(rows: Rows) -> None:
     assert row["of_limit"] > 0
     (row,) = rows("latency", "--request-rate", "1000", *arguments[:4], "--output-len", "1", *arguments[6:])
     assert (row["concurrency"], row["between_tokens_ms"], row["per_token_ms"], row["of_limit"]) == (None,) * 4
+
+
+def test_a_disturbance_of_some_seconds_changes_no_step_time(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = count()
+    monkeypatch.setattr(steps, "_step_times", lambda *_: [9.0 if 6 <= next(calls) < 10 else 1.0] * 3)
+    found = rows("steps", "--prompt-lens", "8", "16", "--num-seqs", "1", "2", "--context", "8")
+    assert [row["num_tokens"] for row in found] == [8, 8, 16, 16, 1, 2]
+    assert {row["step_ms"] for row in found} == {1000}
+    assert next(calls) == 4 * len(found)
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])

@@ -34,7 +34,8 @@ def write(path, *groups):
 
 def batch(*sequences):
     """Of (start, tokens) pairs, all of which draw."""
-    made = [SimpleNamespace(start=start, token_ids=(0,) * num, drawn=()) for start, num in sequences]
+    drawn = SimpleNamespace(num_rows=1)
+    made = [SimpleNamespace(start=start, token_ids=(0,) * num, drawn=drawn) for start, num in sequences]
     return SimpleNamespace(sequences=made, transfers=())
 
 
@@ -50,6 +51,13 @@ def test_a_curve_gives_the_times_that_were_measured(tmp_path):
     assert curve.seconds(batch((0, 64))) < between < curve.seconds(batch((0, 256)))
     assert curve.seconds(batch((0, 1000))) == pytest.approx(truth(1000, 1, 0, 500_000), rel=0.1)
     assert curve.seconds(batch()) == 0
+
+
+def test_a_step_with_a_prompt_takes_longer_than_decodes_of_as_many_tokens(tmp_path):
+    longer = [(kind, *row, step_s + 0.008 * (kind == "prefill"), degree) for kind, *row, step_s, degree in rows()]
+    curve = read_costs(write(tmp_path / "costs", longer))
+    assert curve.seconds(batch((0, 16))) == pytest.approx(truth(16, 1, 0, 128) + 0.008, rel=0.02)
+    assert curve.seconds(None, 16, 16 * 64) == pytest.approx(truth(16, 16, 64, 0), rel=0.02)
 
 
 def test_engines_of_more_ranks_are_measured_or_scaled(tmp_path):

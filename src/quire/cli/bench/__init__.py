@@ -36,7 +36,7 @@ _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
         "request_rate": (0.0, "random arrivals per second, in place of --concurrency; 0: off"),
     },
     "steps": {
-        "prompt_lens": ((16, 64, 256, 512, 1024, 2048), "tokens of a prompt"),
+        "prompt_lens": ((16, 32, 36, 64, 256, 512, 1024, 2048), "tokens of a prompt"),
         "num_seqs": ((1, 2, 4, 8, 16, 32), "sequences that decode"),
         "context": ((64, 512), "tokens in the cache, of each sequence"),
     },

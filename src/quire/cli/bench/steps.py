@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from quire.common.progress import tracked
 if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
 
-_REPETITIONS = 3
+_ROUNDS = 3
 _NUM_DECODES = 8
 _NUM_PROMPTS = 4
 """Prompts that together have the tokens of one: the same work, except in attention."""
@@ -25,7 +26,8 @@ _NUM_PROMPTS = 4
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for a prompt of each length, for several prompts of as many tokens, and for each number of sequences
-    at each length of context. Times are those of whole steps of the engine: the median of several, after a warm-up."""
+    at each length of context. Times are those of whole steps of the engine: the median of several rounds through all
+    rows, after one that warms up, so that a disturbance of some seconds does not decide any row."""
     degree = getattr(options, "tensor_parallel_size", None) or 1
     llm = load_for_bench(options)
     engine, scheduler = llm.engine, llm.engine.plan.config.scheduler
@@ -43,11 +45,14 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         raise RequestError(
             f"no step fits: a step has at most {most} tokens of a prompt, {scheduler.max_num_seqs} sequences"
         )
-    for kind, num_seqs, num_tokens, context in tracked([*prompts, *decodes], "steps"):
+    rows, times = [*prompts, *decodes], defaultdict[tuple[str, int, int, int], list[float]](list)
+    for number, (kind, num_seqs, num_tokens, context) in enumerate(tracked(rows * (1 + _ROUNDS), "steps")):
         if kind == "prefill":
-            times = [_step_times(engine, num_seqs, num_tokens // num_seqs, 1)[0] for _ in range(1 + _REPETITIONS)][1:]
+            found = _step_times(engine, num_seqs, num_tokens // num_seqs, 1)[:1]
         else:
-            times = _step_times(engine, num_seqs, context, 2 + _NUM_DECODES)[-_NUM_DECODES:]
+            found = _step_times(engine, num_seqs, context, 2 + _NUM_DECODES)[-_NUM_DECODES:]
+        times[kind, num_seqs, num_tokens, context] += found if number >= len(rows) else []
+    for (kind, num_seqs, num_tokens, context), found in times.items():
         yield {
             "model": config.model,
             "dtype": config.dtype,
@@ -58,7 +63,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "num_seqs": num_seqs,
             "num_tokens": num_tokens,
             "context": context,
-            "step_ms": round(statistics.median(times) * 1e3, 4),
+            "step_ms": round(statistics.median(found) * 1e3, 4),
         }
 
 

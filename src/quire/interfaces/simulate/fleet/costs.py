@@ -49,13 +49,15 @@ _MEASURED_WITH = {
 @dataclass(frozen=True, slots=True)
 class CostCurve:
     """Seconds of a step: a piecewise linear curve over its tokens, plus seconds for each sequence that draws, for each
-    token of context that is read, and for each pair of tokens in the attention of prompts."""
+    token of context that is read, for each pair of tokens in the attention of prompts, and for having a prompt: only
+    steps without one are replayed from recordings."""
 
     tokens: tuple[int, ...]
     token_curve_s: tuple[float, ...]
     draw_s: float
     context_s: float
     pair_s: float
+    prompt_s: float
     speedup: float = 1.0
     """The curve is that of one engine; one of more ranks takes this many times less."""
     swapped_block_s: float = 2e-5
@@ -64,17 +66,18 @@ class CostCurve:
         """Return the seconds of a step that computes the batch, if any, and beside it a token each of `num_decodes`
         sequences, behind `context` tokens in all."""
         num_tokens = num_draws = num_decodes
-        pairs, swapped = 0.0, 0
+        pairs, swapped, has_prompt = 0.0, 0, False
         if batch is not None:
             for scheduled in batch.sequences:
                 num, start = len(scheduled.token_ids), scheduled.start
                 num_tokens += num
                 context += start
                 num_draws += scheduled.drawn is not None
+                has_prompt |= scheduled.drawn is None or num > scheduled.drawn.num_rows
                 if num > 1:
                     pairs += num * (start + num / 2)
             swapped = sum([len(transfer.pairs) for transfer in batch.transfers])
-        own_s = self.draw_s * num_draws + self.context_s * context + self.pair_s * pairs
+        own_s = self.draw_s * num_draws + self.context_s * context + self.pair_s * pairs + self.prompt_s * has_prompt
         return (self._tokens_s(num_tokens) + own_s) / self.speedup + self.swapped_block_s * swapped
 
     def _tokens_s(self, num_tokens: int) -> float:
@@ -129,15 +132,15 @@ def fit(rows: Sequence[StepRow], speedup: float = 1.0) -> CostCurve:
     nodes = sorted({row.num_tokens for row in rows})
     if len(nodes) < 2 or {row.kind for row in rows} != {"prefill", "decode"}:
         raise ConfigError("costs need rows of both kinds, prefill and decode, of at least two numbers of tokens")
-    features = np.zeros((len(rows), len(nodes) + 3))
+    features = np.zeros((len(rows), len(nodes) + 4))
     seconds = np.array([row.step_ms / 1e3 for row in rows])
     for place, row in enumerate(rows):
         features[place, nodes.index(row.num_tokens)] = 1
         pairs = row.num_tokens * (row.context + row.num_tokens / row.num_seqs / 2) if row.kind == "prefill" else 0.0
-        features[place, -3:] = row.num_seqs, row.context * row.num_seqs, pairs
+        features[place, -4:] = row.num_seqs, row.context * row.num_seqs, pairs, row.kind == "prefill"
     solved = _non_negative(features / seconds[:, None], np.ones(len(rows)))
-    draw_s, context_s, pair_s = solved[-3:].tolist()
-    return CostCurve(tuple(nodes), tuple(solved[:-3].tolist()), draw_s, context_s, pair_s, speedup)
+    draw_s, context_s, pair_s, prompt_s = solved[-4:].tolist()
+    return CostCurve(tuple(nodes), tuple(solved[:-4].tolist()), draw_s, context_s, pair_s, prompt_s, speedup)
 
 
 def _non_negative(features: np.ndarray, wanted: np.ndarray) -> np.ndarray:
