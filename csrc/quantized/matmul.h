@@ -242,7 +242,6 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
   const Requests requests(reader, layout, num_rows, piece_bytes);
   // The tiles ask for what lies ahead of the integers they read: all but these lines, as they skip the fields.
   const Ask ask_fields = requests.ask == Ask::kNot ? Ask::kNext : requests.ask;
-  const bool is_on_tiles = has_groups_on_tiles(reader.shape, num_rows);
   const bool is_in_line = asks_in_line(reader.shape, num_rows) && !is_unpacked;
   for (int64_t at = 0; at < reader.integers_at && !is_in_line; at += 64) {
     ask_for<1>(ask_fields, panel + requests.ahead + at);
@@ -259,7 +258,7 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
     const int64_t begin_block = first * layout.group / QuantizedShape::kBlock;
     const int64_t end_block = ceil_div(end * layout.group, QuantizedShape::kBlock);
 #if defined(QUIRE_AMX)
-    if (is_on_tiles) {
+    if (has_groups_on_tiles(reader.shape, num_rows)) {
       const GroupPiece groups(reader, panel, begin_block, end_block, num_rows, bytes);
       const WeightPiece piece = {groups.units, stored_scales, scales, mins, nullptr, first,
                                  end - first,  Ask::kNot,     0,      0,    1};
