@@ -10,7 +10,7 @@ from hypothesis import settings
 
 from reliability.coverage import TESTS, is_measured
 from tests.effort import CLIENTS, examples, mark_slow
-from tools.emulate_arm64 import pytest_arguments
+from tools.emulate_arm64 import emulator_arguments
 
 ROOT = Path(__file__).parents[1]
 
@@ -67,9 +67,10 @@ def test_sampled_tests_of_few_cases_and_essential_ones_keep_theirs() -> None:
 
 
 def test_all_cases_run_on_emulated_processors_if_asked_for() -> None:
-    assert "tests/kernels" in pytest_arguments(["--all", "-x"]), "where no test is named, three of four are left out"
-    assert pytest_arguments(["--all", "tests/kernels/test_lora.py"])[-2:] == ["--share=1", "tests/kernels/test_lora.py"]
-    assert "tests/kernels" not in pytest_arguments([])
+    assert "tests/kernels" in emulator_arguments(["--all"]), "where no test is named, three of four are left out"
+    named = "tests/kernels/test_lora.py"
+    assert emulator_arguments(["--all", named])[-2:] == ["--share=1", named]
+    assert "tests/kernels" not in emulator_arguments([])
 
 
 def test_tests_with_clients_are_slow_and_others_are_not() -> None:

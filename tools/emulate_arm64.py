@@ -87,12 +87,12 @@ def main(arguments: list[str]) -> int:
         if found != expected:
             print(f"{processor} should have the variants {expected}, and has {found}\n{done.stderr}")
             return 1
-    command = [*emulated(emulator, next(iter(PROCESSORS))), "-m", "pytest", *pytest_arguments(arguments)]
+    command = [*emulated(emulator, next(iter(PROCESSORS))), "-m", "pytest", *emulator_arguments(arguments)]
     return subprocess.run(command, cwd=ROOT, env=environment()).returncode
 
 
-def pytest_arguments(arguments: list[str]) -> list[str]:
-    """What the emulated pytest is started with."""
+def emulator_arguments(arguments: list[str]) -> list[str]:
+    """What the emulated pytest is started with. The name of this must not begin as those of its hooks do."""
     rest = [argument for argument in arguments if argument != "--all"]
     share = 1 if rest != arguments else SHARE
     chosen = ["-p", "no:xdist", "-p", "no:cacheprovider", "-p", "tools.emulate_arm64", f"--share={share}"]
