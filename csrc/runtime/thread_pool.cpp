@@ -24,7 +24,7 @@ using Microseconds = std::chrono::microseconds;
 // nothing.
 constexpr Microseconds kSpin{50};
 // Bridges the gap between the steps of a small model. A worker spins for that long only after a pause that was shorter:
-// so it does while steps follow each other, and once in vain when they end.
+// while steps follow each other, and once more after the last one.
 constexpr Microseconds kLongSpin{500};
 
 inline void pause() {
