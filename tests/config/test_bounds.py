@@ -102,6 +102,7 @@ def machines(num_ranks=None, **changed):
     ("given", "message"),
     [
         ({"data_parallel_size": 2, "nodes": machines()}, "data_parallel_size=2: only one engine can have nnodes=2"),
+        ({"backend": "ray", "nodes": machines()}, "nnodes=2: Ray chooses the nodes .* leave it at 1"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(given, message):

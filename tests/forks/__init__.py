@@ -186,11 +186,15 @@ def command(folder: Path, environment: Mapping[str, str]) -> Path:
 
 def children_of(pid: int) -> list[int]:
     """The processes that a process has started, or has had forked, and that have not ended."""
-    with contextlib.suppress(OSError):
+    try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        own = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-        return own if _server is None else own + json.loads(read(send(_server.ready(), pid)))
-    return []
+    except OSError:
+        return []
+    own = list[int]()
+    for task in tasks:
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            own += map(int, (task / "children").read_text().split())
+    return own if _server is None else own + json.loads(read(send(_server.ready(), pid)))
 
 
 @contextlib.contextmanager

@@ -62,3 +62,13 @@ def test_an_item_replaces_its_placeholder_token_and_nothing_else(start, end):
     chain = HashChain(hasher, 4, ContentKey(media=tuple(items.items())))
     expected = [hasher.media(items[i]) if i in items else token_bytes([tokens[i]]) for i in range(start, end)]
     assert chain.content(start, end, tokens) == b"".join(expected)
+
+
+def test_a_chain_goes_on_from_hashes_that_were_computed_elsewhere() -> None:
+    tokens, hasher = list(range(12)), ContentHasher()
+    whole, adopting = HashChain(hasher, 4), HashChain(hasher, 4)
+    whole.extend(3, tokens)
+    adopting.adopt(whole.blocks()[:2], whole.content(0, 12, tokens))
+    adopting.extend(3, tokens)
+    assert adopting.blocks() == whole.blocks()
+    assert [adopting.block(i) for i in range(3)] == [whole.block(i) for i in range(3)]

@@ -44,6 +44,15 @@ def test_the_reports_add_up_to_what_can_be_found(prompts: list[list[int]], num_h
     assert changes.take() == ([], [])
 
 
+def test_what_comes_and_goes_between_two_reports_is_in_neither() -> None:
+    manager = make_manager(num_blocks=4)
+    changes = manager.share_hashes(KEY)
+    for seq_id in range(2):
+        run(manager, seq_id, [seq_id] * 13)
+        end(manager, seq_id)
+    assert changes.take() == (hashes([1] * 12), [])
+
+
 def test_without_prefix_caching_nothing_is_reported() -> None:
     manager = make_manager(num_blocks=8, caching=False)
     changes = manager.share_hashes(KEY)
