@@ -10,7 +10,7 @@ import pytest
 from quire.common.errors import ConfigError, QuireError
 from quire.interfaces.simulate.fake_model import FakeModel
 from quire.interfaces.simulate.fleet.events import Deaths
-from quire.interfaces.simulate.fleet.prompts import MOST_AHEAD, prompts_ahead
+from quire.interfaces.simulate.fleet.prompts import MOST_AHEAD, PIECE, prompts_ahead
 from quire.interfaces.simulate.fleet.report import fleet_report
 from quire.interfaces.simulate.fleet.simulator import FleetSimulator
 from quire.interfaces.simulate.trace import TraceRequest, read_trace
@@ -74,10 +74,11 @@ def test_sessions_samples_and_beams_are_the_same_too(tmp_path: Path):
     assert fleet_report(helped)["ignored"] == 1
 
 
-def test_an_error_in_the_trace_is_that_of_the_other_process(tmp_path: Path):
+@pytest.mark.parametrize("num_right", [0, 7, PIECE])
+def test_an_error_in_the_trace_is_that_of_the_other_process(num_right: int, tmp_path: Path):
     path = tmp_path / "trace.jsonl"
-    path.write_text(MIXED_LINES + "nonsense\n")
-    with pytest.raises(ConfigError, match="line 9"):
+    path.write_text('{"arrival_s": 0, "prompt_len": 3, "output_len": 2}\n' * num_right + "nonsense\n")
+    with pytest.raises(ConfigError, match=f"line {num_right + 1}"):
         fleet().run_with_helper(partial(read_trace, path))
 
 

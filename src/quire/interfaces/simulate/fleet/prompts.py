@@ -21,7 +21,7 @@ from quire.kv.prefix_cache.content_hash import BlockHash, ContentHasher, HashCha
 
 MOST_AHEAD = 4096
 """Most tokens of an output that are computed ahead."""
-_PIECE = 64
+PIECE = 64
 """Number of requests in a message."""
 
 _Made = tuple[bytes, int, list[BlockHash]]
@@ -117,13 +117,14 @@ def _send(sender: Connection, make_trace: Callable[[], Iterable[TraceRequest]], 
         prompts = Prompts(make_trace(), key, block_size)
         for index, request in enumerate(prompts.trace):
             piece.append((request, _made(prompts, index, request)))
-            if len(piece) == _PIECE:
+            if len(piece) == PIECE:
                 sender.send(piece)
                 piece = []
         sender.send(piece)
         sender.send([])
     except QuireError as error:
-        sender.send(piece)
+        if piece:  # an empty message is the end of the trace
+            sender.send(piece)
         sender.send(error)
     except (BrokenPipeError, KeyboardInterrupt):  # the simulation has ended
         pass
