@@ -159,24 +159,29 @@ QUIRE_INLINE const TileShape& shape_of(const QuantizedRow& layout) {
   return layout.group > QuantizedShape::kBlock ? kByteShape : kGroupedShape;
 }
 
-// Whether tiles unpack integers, for each block of rows anew; else what is not plain is unpacked first. Unpacking reads
-// in bursts, tiles read all the time: up to a dozen rows that makes up for unpacking twice.
-QUIRE_INLINE constexpr bool is_unpacked_by_tiles(int64_t rows) {
-  return kUnpacksInRegisters && rows <= kGroupedShape.rows * (kAsksInLine ? 3 : 2) / 2;
+// Whether tiles read integers as they are stored, and unpack them for each block of rows anew; else they are unpacked
+// once for all rows. Unpacking reads in bursts, tiles read all the time: up to a dozen rows that makes up for unpacking
+// twice. Halves of bytes take few operations.
+static bool is_read_as_stored(const PanelReader& reader, int64_t rows) {
+  if (reader.is_plain())
+    return kFewestUnpackedHalves == 0 || reader.shape.format.bits == 8 || rows < kFewestUnpackedHalves;
+  return kUnpacksInRegisters && rows <= kGroupedShape.rows * (W == 16 && asks_in_line() ? 3 : 2) / 2;
 }
 
-// Whether the tiles of this product ask as kAsksInLine says, unless what they read is unpacked first.
-QUIRE_INLINE bool asks_in_line(const QuantizedShape& shape, int64_t rows) {
-  const bool is_grouped = shape.k > 0 && shape.format.group <= QuantizedShape::kBlock;
-  return kAsksInLine && is_grouped && !has_groups_on_tiles(shape, rows);
+// Whether the tiles of this product ask as asks_in_line() says.
+static bool asks_in_line(const PanelReader& reader, int64_t rows) {
+  const QuantizedShape& shape = reader.shape;
+  if (shape.k == 0 || shape.format.group > QuantizedShape::kBlock || has_groups_on_tiles(shape, rows)) return false;
+  return asks_in_line() && (W == 8 || is_read_as_stored(reader, rows));
 }
 
 // Whether each of several passes through a piece of a panel asks for its share of the next piece, which then comes
 // while all rows are multiplied.
 static bool shares_requests(const PanelReader& reader, const QuantizedRow& layout, int64_t rows) {
-  const int64_t blocks = ceil_div(rows, shape_of(layout).rows);
-  if (blocks == 1 || !(reader.is_plain() || is_unpacked_by_tiles(rows))) return false;
-  if (asks_in_line(reader.shape, rows)) return true;
+  const TileShape& shape = shape_of(layout);
+  const int64_t blocks = ceil_div(rows, shape.rows);
+  if (asks_in_line(reader, rows)) return blocks > 1 || shape.width(int(rows)) < kVectorsPerPanel;
+  if (blocks == 1 || !is_read_as_stored(reader, rows)) return false;
   if (kAsksNear) return blocks <= kSharingBlocks && has_large_nearest_cache();
   return layout.group > QuantizedShape::kBlock && layout.group * kPanelColumns <= kMostShared;
 }
@@ -202,7 +207,8 @@ struct Requests {
 // Adds the products of a task's rows and a piece of a panel to their sums. The tiles of one block of rows ask for all,
 // or each tile for its share.
 static void multiply_piece(const char* rows, int64_t num_rows, const PanelReader& reader, const QuantizedRow& layout,
-                           bool is_plain, bool are_shared, WeightPiece& piece, const PanelOut& out, float* sums) {
+                           bool is_unpacked, bool are_shared, WeightPiece& piece, const PanelOut& out, float* sums) {
+  const bool is_plain = is_unpacked || reader.is_plain(), has_halves = !is_unpacked && reader.has_plain_halves();
   const TileShape& shape = shape_of(layout);
   const int64_t row_blocks = ceil_div(num_rows, shape.rows), ahead = piece.ahead;
   for (int64_t block = 0; block < row_blocks; ++block) {
@@ -215,7 +221,7 @@ static void multiply_piece(const char* rows, int64_t num_rows, const PanelReader
         piece.shares = row_blocks * passes;
         piece.ahead = ahead - vector * W * kUnitBytes;
       }
-      RunTile* const run = quantized_tile(reader.shape.format, is_plain, reader.has_plain_halves(), height, width);
+      RunTile* const run = quantized_tile(reader.shape.format, is_plain, has_halves, height, width);
       run(rows + row * layout.bytes, layout, piece, vector * W, sums + row * kPanelColumns);
     });
     if (!are_shared) piece.ask = Ask::kNot;
@@ -233,16 +239,15 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
   if (layout.has_mins) {
     for (int64_t i = 0; i < num_sums; i += W) store(minuses + i, set1(0));
   }
-  const bool is_plain = reader.is_plain();
   const StoredScales stored_scales = reader.stored_scales(panel);
   // Integers are unpacked for all rows, or by the tiles.
-  const bool is_unpacked = !is_plain && !is_unpacked_by_tiles(num_rows);
+  const bool is_unpacked = !is_read_as_stored(reader, num_rows);
   const int64_t piece_groups = layout.group > kPieceK ? 1 : kPieceK / layout.group;
   const int64_t piece_bytes = piece_groups * layout.group / QuantizedShape::kBlock * reader.shape.block_bytes();
   const Requests requests(reader, layout, num_rows, piece_bytes);
   // The tiles ask for what lies ahead of the integers they read: all but these lines, as they skip the fields.
   const Ask ask_fields = requests.ask == Ask::kNot ? Ask::kNext : requests.ask;
-  const bool is_in_line = asks_in_line(reader.shape, num_rows) && !is_unpacked;
+  const bool is_in_line = asks_in_line(reader, num_rows);
   for (int64_t at = 0; at < reader.integers_at && !is_in_line; at += 64) {
     ask_for<1>(ask_fields, panel + requests.ahead + at);
   }
@@ -268,7 +273,7 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
     }
 #endif
     const char* stored = panel + reader.integers_at;
-    const char* units = is_unpacked ? reader.unpack(panel, begin_block, end_block, bytes)
+    const char* units = is_unpacked ? reader.unpack(panel, begin_block, end_block, is_in_line ? 0 : kPanelAhead, bytes)
                                     : stored + begin_block * reader.shape.block_bytes();
     // Unpacking has asked for kPanelAhead behind the piece.
     const char* behind = is_unpacked ? stored + end_block * reader.shape.block_bytes() : units;
@@ -285,7 +290,7 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
         0,
         1,
         line_bytes};
-    multiply_piece(rows, num_rows, reader, layout, is_plain || is_unpacked, requests.are_shared, piece, out, sums);
+    multiply_piece(rows, num_rows, reader, layout, is_unpacked, requests.are_shared, piece, out, sums);
     if (layout.has_mins) add_mins(rows, num_rows, layout, piece, minuses);
   }
   if (layout.has_mins) {

@@ -40,7 +40,7 @@ struct GroupPiece {
     if (!is_signed) return;
     const __m512i zeros = _mm512_set1_epi8(char(format.zero));
     const auto less = [&](i32 v) __attribute__((always_inline)) { return (i32)_mm512_sub_epi8((__m512i)v, zeros); };
-    reader.read_units(panel, begin, end, less, to);
+    reader.read_units(panel, begin, end, kPanelAhead, less, to);
   }
 };
 

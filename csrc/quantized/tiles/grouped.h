@@ -92,7 +92,7 @@ struct GroupedTile {
         for (int g = 0; g < G; ++g) acc[r][g] = ByteSums::add(acc[r][g], w[g], value);
       }
     }
-    for (int64_t line = kLines; kFirst == 0 && kAsksInLine && line < group.lines; ++line) {
+    for (int64_t line = kLines; kFirst == 0 && line < group.lines; ++line) {
       ask_for<1>(group.ask, group.ahead + line * 64);
     }
     QUIRE_UNROLL
@@ -120,7 +120,7 @@ struct GroupedTile {
         sum[r][g] = piece.first == 0 ? set1(0) : load(sums + r * kPanelColumns + column + g * W);
       }
     }
-    const int64_t line_bytes = kAsksInLine && piece.line_bytes > 0 ? piece.line_bytes : kLines * 64;
+    const int64_t line_bytes = piece.line_bytes > 0 ? piece.line_bytes : kLines * 64;
     const char* line = piece.units + column * kUnitBytes;
     int64_t turn = piece.share;  // groups until the next one with which lines are asked for
     for (int64_t index = 0; index < piece.groups; ++index) {
@@ -150,8 +150,9 @@ struct GroupedTile {
 template <int kBits, bool kHasTable, int kGroup, typename Sums = ByteSums>
 struct GroupedTile {
   static constexpr TileShape kShape = kGroupedShape;
-  static constexpr int kSteps = kGroup / int(kUnitBytes), kVectorsPerLine = 64 / (W * int(kUnitBytes));
-  static constexpr int64_t kBlockBytes = kBits * kUnitRowBytes;
+  static constexpr int kSteps = kGroup / int(kUnitBytes);
+  static constexpr int64_t kBlockBytes = kBits * kUnitRowBytes, kGroupsPerBlock = QuantizedShape::kBlock / kGroup;
+  static constexpr int kLines = int(kBlockBytes / kGroupsPerBlock / 64);  // that a group takes
 
   // The bytes of a step of a group, which is the block's half `half` if there are two.
   QUIRE_INLINE i32 unpack(const char* block, int64_t half, int step, const ByteTable& table) {
@@ -167,24 +168,47 @@ struct GroupedTile {
     return bytes;
   }
 
-  template <int R, int G>
-  static void run(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, int64_t column, float* sums) {
-    const int64_t row_bytes = layout.bytes, x_stride = row_bytes / int64_t(sizeof(XValue));
-    const ByteTable table(kHasTable ? piece.table : kFloat4);
-    for (int r = 0; piece.first == 0 && r < R; ++r) {
-      for (int g = 0; g < G; ++g) store(sums + r * kPanelColumns + column + g * W, set1(0));
+  // The same place of R rows, `stride` apart: of each three rows one address, which the compiler keeps in a register.
+  template <int R>
+  struct Rows {
+    const char* first[(R + 2) / 3];
+    int64_t stride;
+
+    QUIRE_MEMBER Rows(const char* at, int64_t stride) : stride(stride) {
+      QUIRE_UNROLL
+      for (int i = 0; i < (R + 2) / 3; ++i) {
+        first[i] = at + 3 * i * stride;
+        asm("" : "+r"(first[i]));
+      }
     }
+    QUIRE_MEMBER const char* operator[](int r) const { return first[r / 3] + r % 3 * stride; }
+  };
+
+  template <int R, int G>
+  static void run(const char* rows, const QuantizedRow& layout, const WeightPiece& given, int64_t column, float* sums) {
+    const WeightPiece piece = given;
+    const int64_t row_bytes = layout.bytes, scales_at = layout.scales_at, lacks_at = layout.lacks_at;
+    const ByteTable table(kHasTable ? piece.table : kFloat4);
+    sums += column;
+    for (int r = 0; piece.first == 0 && r < R; ++r) {
+      for (int g = 0; g < G; ++g) store(sums + r * kPanelColumns + g * W, set1(0));
+    }
+    // What is asked for: this pass's share of the lines, some with each group.
+    const int64_t all_bytes = piece.groups * (piece.line_bytes > 0 ? piece.line_bytes : kLines * 64);
+    const int64_t share_bytes = ceil_div(all_bytes, piece.shares);
+    const char* line = piece.units + column * kUnitBytes + piece.ahead + share_bytes * piece.share;
+    const char* const last = piece.ask == Ask::kNot ? line : line + share_bytes;
+    const int64_t num_lines = ceil_div(share_bytes, 64 * piece.groups);
     for (int64_t index = 0; index < piece.groups; ++index) {
       const int64_t group = piece.first + index, half = kGroup == 16 ? index % 2 : 0;
       const char* block = piece.units + index * kGroup / QuantizedShape::kBlock * kBlockBytes + column * kUnitBytes;
-      const char* ahead = block + piece.ahead + half * (kSteps * kUnitRowBytes * (kBits > 4 ? 2 : 1) / 2);
-      const XValue* x = reinterpret_cast<const XValue*>(rows) + group * kGroup;
-      const char* x_scales = rows + layout.scales_at + group * int64_t(sizeof(float));
-      const char* lacks = rows + layout.lacks_at + group * int64_t(sizeof(int32_t));
+      for (int64_t i = 0; i < num_lines && line < last; ++i, line += 64) ask_for<1>(Ask::kNext, line);
+      const Rows<R> x(rows + group * kGroup, row_bytes),
+          lacks(rows + lacks_at + group * int64_t(sizeof(int32_t)), row_bytes);
       i32 acc[R][G];
       QUIRE_UNROLL
       for (int r = 0; r < R; ++r) {
-        const i32 lack = set1_lane(lacks + r * row_bytes);
+        const i32 lack = set1_lane(lacks[r]);
         QUIRE_UNROLL
         for (int g = 0; g < G; ++g) acc[r][g] = lack;
       }
@@ -194,14 +218,11 @@ struct GroupedTile {
         typename Sums::Weights w[G];
         QUIRE_UNROLL
         for (int g = 0; g < G; ++g) {
-          if (g % kVectorsPerLine == 0 && (kBits > 4 || step % 2 == 0)) {
-            __builtin_prefetch(ahead + step * kUnitRowBytes / (kBits > 4 ? 1 : 2) + g * W * kUnitBytes, 0, 2);
-          }
           w[g] = Sums::weights(unpack(block + g * W * kUnitBytes, half, step, table));
         }
         QUIRE_UNROLL
         for (int r = 0; r < R; ++r) {
-          const XQuad value = set1_quad(x + r * x_stride + at * kUnitBytes);
+          const XQuad value = set1_quad(reinterpret_cast<const XValue*>(x[r]) + at * kUnitBytes);
           QUIRE_UNROLL
           for (int g = 0; g < G; ++g) acc[r][g] = Sums::add(acc[r][g], w[g], value);
         }
@@ -209,13 +230,14 @@ struct GroupedTile {
       f32 scale[G];
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) scale[g] = piece.scale(index, column + g * W);
+      const Rows<R> x_scales(rows + scales_at + group * int64_t(sizeof(float)), row_bytes);
       QUIRE_UNROLL
       for (int r = 0; r < R; ++r) {
-        const f32 x_scale = set1(*reinterpret_cast<const float*>(x_scales + r * row_bytes));
+        const f32 x_scale = set1(*reinterpret_cast<const float*>(x_scales[r]));
         QUIRE_UNROLL
         for (int g = 0; g < G; ++g) {
-          const i32 total = Sums::total(acc[r][g], set1_lane(lacks + r * row_bytes));
-          float* sum = sums + r * kPanelColumns + column + g * W;
+          const i32 total = Sums::total(acc[r][g], set1_lane(lacks[r]));
+          float* sum = sums + r * kPanelColumns + g * W;
           store(sum, load(sum) + __builtin_convertvector(total, f32) * (x_scale * scale[g]));
         }
       }

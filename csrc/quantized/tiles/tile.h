@@ -31,6 +31,13 @@ constexpr bool kUnpacksInRegisters = true;
 constexpr bool kUnpacksInRegisters = false;
 #endif
 
+// From this many rows on, small tiles that add up pairs read halves of bytes that were unpacked; 0: they never do.
+#if defined(QUIRE_SIMD_AVX2) && !defined(__AVXVNNI__)
+constexpr int64_t kFewestUnpackedHalves = 12;
+#else
+constexpr int64_t kFewestUnpackedHalves = 0;
+#endif
+
 // Whether products of these integers are those of ByteSums.
 QUIRE_INLINE bool has_bytes(const QuantizedFormat& format) { return format.bits == 8 || format.table != nullptr; }
 
@@ -66,7 +73,7 @@ struct WeightPiece {
   Ask ask;                 // whether a tile asks for weights while it multiplies,
   int64_t ahead;           // how far behind its units these lie,
   int64_t share, shares;   // and which share of them: all passes ask for one, or those of the first rows for all
-  int64_t line_bytes = 0;  // asked for with each group where that is in line (kAsksInLine); else as much as it takes
+  int64_t line_bytes = 0;  // asked for with each group where that is in line (asks_in_line()); else as much as it takes
 
   QUIRE_MEMBER f32 scale(int64_t index, int64_t column) const {
     if (stored_scales.numbers != nullptr) return stored_scales.of_group(first + index, column);
