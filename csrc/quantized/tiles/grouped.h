@@ -186,7 +186,7 @@ struct GroupedTile {
 
   template <int R, int G>
   static void run(const char* rows, const QuantizedRow& layout, const WeightPiece& given, int64_t column, float* sums) {
-    const WeightPiece piece = given;
+    const WeightPiece piece = given;  // keep_order does not have it read anew
     const int64_t row_bytes = layout.bytes, scales_at = layout.scales_at, lacks_at = layout.lacks_at;
     const ByteTable table(kHasTable ? piece.table : kFloat4);
     sums += column;
@@ -200,6 +200,7 @@ struct GroupedTile {
     const char* const last = piece.ask == Ask::kNot ? line : line + share_bytes;
     const int64_t num_lines = ceil_div(share_bytes, 64 * piece.groups);
     for (int64_t index = 0; index < piece.groups; ++index) {
+      keep_order();  // sums, too, stay in memory
       const int64_t group = piece.first + index, half = kGroup == 16 ? index % 2 : 0;
       const char* block = piece.units + index * kGroup / QuantizedShape::kBlock * kBlockBytes + column * kUnitBytes;
       for (int64_t i = 0; i < num_lines && line < last; ++i, line += 64) ask_for<1>(Ask::kNext, line);
