@@ -128,24 +128,43 @@ static void quantize_rotated_row(const T* x, const float* factors, const Quantiz
   quantize_row<float>(rotated, nullptr, layout, row);
 }
 
-// minuses [rows][32] += the sums of x's groups times the mins.
+// minuses [R][32] += the sums of x's groups times the mins.
+template <int R>
+static void add_mins_of_rows(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, float* minuses) {
+  constexpr int64_t kVectors = kPanelColumns / W;
+  const char* x_sums = rows + layout.sums_at + piece.first * int64_t(sizeof(float));
+  f32 sum[R][kVectors];
+  QUIRE_UNROLL
+  for (int r = 0; r < R; ++r) {
+    QUIRE_UNROLL
+    for (int64_t g = 0; g < kVectors; ++g) sum[r][g] = load(minuses + r * kPanelColumns + g * W);
+  }
+  for (int64_t group = 0; group < piece.groups; ++group) {
+    const float* mins = piece.mins + group * kPanelColumns;
+    QUIRE_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const f32 x_sum = set1(reinterpret_cast<const float*>(x_sums + r * layout.bytes)[group]);
+      QUIRE_UNROLL
+      for (int64_t g = 0; g < kVectors; ++g) sum[r][g] = sum[r][g] + x_sum * load(mins + g * W);
+    }
+  }
+  QUIRE_UNROLL
+  for (int r = 0; r < R; ++r) {
+    QUIRE_UNROLL
+    for (int64_t g = 0; g < kVectors; ++g) store(minuses + r * kPanelColumns + g * W, sum[r][g]);
+  }
+}
+
+// The same of any number of rows: some at once, as additions to one sum wait for each other.
 static void add_mins(const char* rows, int64_t num_rows, const QuantizedRow& layout, const WeightPiece& piece,
                      float* minuses) {
-  constexpr int64_t kVectors = kPanelColumns / W;
-  for (int64_t row = 0; row < num_rows; ++row, minuses += kPanelColumns) {
-    const float* x_sums = reinterpret_cast<const float*>(rows + row * layout.bytes + layout.sums_at) + piece.first;
-    f32 sum[kVectors];
-    QUIRE_UNROLL
-    for (int64_t g = 0; g < kVectors; ++g) sum[g] = load(minuses + g * W);
-    for (int64_t group = 0; group < piece.groups; ++group) {
-      const f32 x_sum = set1(x_sums[group]);
-      QUIRE_UNROLL
-      for (int64_t g = 0; g < kVectors; ++g) {
-        sum[g] = sum[g] + x_sum * load(piece.mins + group * kPanelColumns + g * W);
-      }
-    }
-    QUIRE_UNROLL
-    for (int64_t g = 0; g < kVectors; ++g) store(minuses + g * W, sum[g]);
+  constexpr int kAtOnce = W == 16 ? 4 : 2;
+  int64_t row = 0;
+  for (; row + kAtOnce <= num_rows; row += kAtOnce) {
+    add_mins_of_rows<kAtOnce>(rows + row * layout.bytes, layout, piece, minuses + row * kPanelColumns);
+  }
+  for (; row < num_rows; ++row) {
+    add_mins_of_rows<1>(rows + row * layout.bytes, layout, piece, minuses + row * kPanelColumns);
   }
 }
 
@@ -161,10 +180,9 @@ QUIRE_INLINE const TileShape& shape_of(const QuantizedRow& layout) {
 
 // Whether tiles read integers as they are stored, and unpack them for each block of rows anew; else they are unpacked
 // once for all rows. Unpacking reads in bursts, tiles read all the time: up to a dozen rows that makes up for unpacking
-// twice. Halves of bytes take few operations.
+// twice. Where lines are asked for in line, tiles of 256 bits do so beside unpacked ones too.
 static bool is_read_as_stored(const PanelReader& reader, int64_t rows) {
-  if (reader.is_plain())
-    return kFewestUnpackedHalves == 0 || reader.shape.format.bits == 8 || rows < kFewestUnpackedHalves;
+  if (reader.is_plain()) return reader.shape.format.bits == 8 || rows < kFewestUnpackedHalves || !asks_in_line();
   return kUnpacksInRegisters && rows <= kGroupedShape.rows * (W == 16 && asks_in_line() ? 3 : 2) / 2;
 }
 
@@ -195,7 +213,11 @@ struct Requests {
   // Of `rows` rows, by pieces that have `piece_bytes` in the panel.
   QUIRE_MEMBER Requests(const PanelReader& reader, const QuantizedRow& layout, int64_t rows, int64_t piece_bytes)
       : are_shared(shares_requests(reader, layout, rows)) {
-    if (are_shared) ahead = piece_bytes;
+    if (are_shared) {
+      ahead = piece_bytes;
+    } else if (W == 16 && asks_in_line() && layout.group > QuantizedShape::kBlock) {
+      ahead = line_ahead(rows);
+    }
     if (kAsksNear && has_large_nearest_cache()) {
       ask = is_intel() ? Ask::kNext : Ask::kNearest;
     } else if (kAsksNear && reader.shape.format.bits == 8 && rows <= kUnfetchedRows) {
@@ -204,8 +226,8 @@ struct Requests {
   }
 };
 
-// Adds the products of a task's rows and a piece of a panel to their sums. The tiles of one block of rows ask for all,
-// or each tile for its share.
+// Adds the products of a task's rows and a piece of a panel to their sums. The tiles of one block of rows ask for all
+// (small ones of groups for their shares of it), or each tile for its share.
 static void multiply_piece(const char* rows, int64_t num_rows, const PanelReader& reader, const QuantizedRow& layout,
                            bool is_unpacked, bool are_shared, WeightPiece& piece, const PanelOut& out, float* sums) {
   const bool is_plain = is_unpacked || reader.is_plain(), has_halves = !is_unpacked && reader.has_plain_halves();
@@ -215,10 +237,10 @@ static void multiply_piece(const char* rows, int64_t num_rows, const PanelReader
     const int64_t row = block * num_rows / row_blocks, height = (block + 1) * num_rows / row_blocks - row;
     out.expect(row, height, piece.first + piece.groups == layout.groups);
     for_tiles(shape, height, 1, [&](int64_t vector, int64_t width) {
-      if (are_shared) {
+      if (are_shared || (W == 8 && layout.group <= QuantizedShape::kBlock)) {
         const int64_t passes = kVectorsPerPanel / width;  // of a block
-        piece.share = block * passes + vector / width;
-        piece.shares = row_blocks * passes;
+        piece.share = (are_shared ? block * passes : 0) + vector / width;
+        piece.shares = (are_shared ? row_blocks : 1) * passes;
         piece.ahead = ahead - vector * W * kUnitBytes;
       }
       RunTile* const run = quantized_tile(reader.shape.format, is_plain, has_halves, height, width);
@@ -277,19 +299,19 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
                                     : stored + begin_block * reader.shape.block_bytes();
     // Unpacking has asked for kPanelAhead behind the piece.
     const char* behind = is_unpacked ? stored + end_block * reader.shape.block_bytes() : units;
-    WeightPiece piece = {
-        units,
-        stored_scales,
-        scales,
-        mins,
-        reader.shape.format.table,
-        first,
-        end - first,
-        requests.ask,
-        is_in_line ? stored - units + kLineAhead + (first + passed) * line_bytes : behind - units + requests.ahead,
-        0,
-        1,
-        line_bytes};
+    WeightPiece piece = {units,
+                         stored_scales,
+                         scales,
+                         mins,
+                         reader.shape.format.table,
+                         first,
+                         end - first,
+                         requests.ask,
+                         is_in_line ? stored - units + line_ahead(num_rows) + (first + passed) * line_bytes
+                                    : behind - units + requests.ahead,
+                         0,
+                         1,
+                         line_bytes};
     multiply_piece(rows, num_rows, reader, layout, is_unpacked, requests.are_shared, piece, out, sums);
     if (layout.has_mins) add_mins(rows, num_rows, layout, piece, minuses);
   }

@@ -99,7 +99,7 @@ static void add_panel(Tiles& tiles, const TileRows& x, const char* panel, int64_
 // Steps of k after which sums are parked: of many rows, so that a block of them stays in the first-level cache while
 // panels pass.
 constexpr int64_t kManyRowsSteps = 12, kFewRowsSteps = 256;
-constexpr int64_t kStepsAhead = 4;  // of a panel
+constexpr int64_t kStepsAhead = 2;  // of a panel
 constexpr int64_t kBlockSums = kBlockRows * kPanelColumns;
 static_assert(kBlockRows == kAmxMostRows);
 // Of four bytes each: what run_on_tiles needs for a task.

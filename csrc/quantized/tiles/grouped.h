@@ -198,12 +198,12 @@ struct GroupedTile {
     const int64_t share_bytes = ceil_div(all_bytes, piece.shares);
     const char* line = piece.units + column * kUnitBytes + piece.ahead + share_bytes * piece.share;
     const char* const last = piece.ask == Ask::kNot ? line : line + share_bytes;
-    const int64_t num_lines = ceil_div(share_bytes, 64 * piece.groups);
+    constexpr int kAskingSteps = G == kVectorsPerPanel ? kSteps : 1;  // of a group: others would lack registers
+    const int64_t num_lines = ceil_div(share_bytes, 64 * piece.groups * kAskingSteps);
     for (int64_t index = 0; index < piece.groups; ++index) {
       keep_order();  // sums, too, stay in memory
       const int64_t group = piece.first + index, half = kGroup == 16 ? index % 2 : 0;
       const char* block = piece.units + index * kGroup / QuantizedShape::kBlock * kBlockBytes + column * kUnitBytes;
-      for (int64_t i = 0; i < num_lines && line < last; ++i, line += 64) ask_for<1>(Ask::kNext, line);
       const Rows<R> x(rows + group * kGroup, row_bytes),
           lacks(rows + lacks_at + group * int64_t(sizeof(int32_t)), row_bytes);
       i32 acc[R][G];
@@ -216,6 +216,9 @@ struct GroupedTile {
       QUIRE_UNROLL
       for (int step = 0; step < kSteps; ++step) {
         const int at = kBits == 8 || kGroup == 16 ? step : step / 2 + step % 2 * 4;
+        for (int64_t i = 0; step < kAskingSteps && i < num_lines && line < last; ++i, line += 64) {
+          ask_for<1>(Ask::kNext, line);
+        }
         typename Sums::Weights w[G];
         QUIRE_UNROLL
         for (int g = 0; g < G; ++g) {

@@ -31,11 +31,11 @@ constexpr bool kUnpacksInRegisters = true;
 constexpr bool kUnpacksInRegisters = false;
 #endif
 
-// From this many rows on, small tiles that add up pairs read halves of bytes that were unpacked; 0: they never do.
+// From this many rows on, halves of bytes are unpacked once for all rows, where that is faster.
 #if defined(QUIRE_SIMD_AVX2) && !defined(__AVXVNNI__)
 constexpr int64_t kFewestUnpackedHalves = 12;
 #else
-constexpr int64_t kFewestUnpackedHalves = 0;
+constexpr int64_t kFewestUnpackedHalves = int64_t{1} << 62;
 #endif
 
 // Whether products of these integers are those of ByteSums.

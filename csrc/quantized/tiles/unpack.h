@@ -24,7 +24,7 @@ QUIRE_INLINE bool asks_in_line() { return is_intel(); }
 #else
 QUIRE_INLINE constexpr bool asks_in_line() { return false; }
 #endif
-constexpr int64_t kLineAhead = W == 8 ? 2048 : 4096;
+QUIRE_INLINE constexpr int64_t line_ahead(int64_t rows) { return rows <= 2 ? 2048 : 4096; }
 
 // W of IEEE's binary16 from p on.
 #if defined(QUIRE_SIMD_AVX512)
