@@ -178,15 +178,16 @@ QUIRE_INLINE const TileShape& shape_of(const QuantizedRow& layout) {
   return layout.group > QuantizedShape::kBlock ? kByteShape : kGroupedShape;
 }
 
-// Whether tiles read integers as they are stored, and unpack them for each block of rows anew; else they are unpacked
-// once for all rows. Unpacking reads in bursts, tiles read all the time: up to a dozen rows that makes up for unpacking
-// twice. Where lines are asked for in line, tiles of 256 bits do so beside unpacked ones too.
+// Whether tiles read integers as they are stored, and unpack those of fewer than 8 bits for each block of rows anew;
+// else they are unpacked once for all rows. Unpacking reads in bursts, tiles read all the time: up to a dozen rows that
+// makes up for unpacking twice.
 static bool is_read_as_stored(const PanelReader& reader, int64_t rows) {
   if (reader.is_plain()) return reader.shape.format.bits == 8 || rows < kFewestUnpackedHalves || !asks_in_line();
   return kUnpacksInRegisters && rows <= kGroupedShape.rows * (W == 16 && asks_in_line() ? 3 : 2) / 2;
 }
 
-// Whether the tiles of this product ask as asks_in_line() says.
+// Whether the tiles of this product ask as asks_in_line() says. Those of 256 bits do also where integers are unpacked
+// first.
 static bool asks_in_line(const PanelReader& reader, int64_t rows) {
   const QuantizedShape& shape = reader.shape;
   if (shape.k == 0 || shape.format.group > QuantizedShape::kBlock || has_groups_on_tiles(shape, rows)) return false;
@@ -297,7 +298,7 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
     const char* stored = panel + reader.integers_at;
     const char* units = is_unpacked ? reader.unpack(panel, begin_block, end_block, is_in_line ? 0 : kPanelAhead, bytes)
                                     : stored + begin_block * reader.shape.block_bytes();
-    // Unpacking has asked for kPanelAhead behind the piece.
+    // Unpacking has asked for kPanelAhead behind the piece, unless tiles ask for that in line.
     const char* behind = is_unpacked ? stored + end_block * reader.shape.block_bytes() : units;
     WeightPiece piece = {units,
                          stored_scales,
