@@ -170,15 +170,27 @@ class AttentionTask {
       for (int64_t i = begin; i < first; ++i) rows[i] = rows[first];
       for (int64_t i = last; i < end; ++i) rows[i] = rows[first];
     }
+    const C* seen = in_place ? tile.vectors[first / W] : packed + first / W * W * kPack;
     for (int64_t v = 0; v < KeyTile<C>::kVectors; ++v) {
-      const bool is_seen = v >= first / W && v <= (last - 1) / W;
-      if (!in_place) {
+      if (v < first / W || v > (last - 1) / W) {
+        tile.vectors[v] = seen;
+      } else if (!in_place) {
         tile.vectors[v] = packed + v * W * kPack;
-        if (a_.has_key_rows() && is_seen)
-          lanes_of_rows(rows + v * W, key_lanes<C>(a_), kTileKeys, packed + v * W * kPack);
-      } else if (!is_seen) {
-        tile.vectors[v] = tile.vectors[first / W];
+        if (a_.has_key_rows()) lanes_of_rows(rows + v * W, key_lanes<C>(a_), kTileKeys, packed + v * W * kPack);
       }
+    }
+    if (!in_place && !a_.has_key_rows()) {
+      clear_keys(first / W * W, first, packed);
+      clear_keys(last, (last + W - 1) / W * W, packed);
+    }
+  }
+
+  // Zero packed keys that are multiplied but not seen: by what the scratch happens to hold, denormals above all, a
+  // product can take a hundred times as long.
+  void clear_keys(int64_t begin, int64_t end, C* packed) const {
+    constexpr int64_t kPack = Lane::kPack;
+    for (int64_t lane = 0; begin < end && lane < key_lanes<C>(a_); ++lane) {
+      std::memset(packed + (lane * kTileKeys + begin) * kPack, 0, size_t(end - begin) * 4);
     }
   }
 
