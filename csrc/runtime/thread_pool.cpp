@@ -67,6 +67,10 @@ struct Running {
 // share's tasks are unclaimed (lower half). While any are left the caller is still in run(), so whatever a thread reads
 // between seeing such a ticket and claiming from it belongs to that region. A worker that wakes late claims nothing,
 // and the caller does not wait for it.
+//
+// A region should take little more than the ways of two cache lines: the ticket's to the worker, and back that of the
+// worker's count. So the caller publishes its own share last and writes no other line that workers read, each worker
+// counts in a line of its own, and does so before it looks at the shares of others.
 class Team {
  public:
   // `cpus`: one for each thread, or none. Scratch memory that the workers ask for is that of `pool`.
@@ -89,13 +93,15 @@ class Team {
   }
 
   void run(int64_t num_tasks, Task task) {
-    pending_.store(uint32_t(num_tasks), std::memory_order_relaxed);
-    has_error_.store(false, std::memory_order_relaxed);
     const uint32_t region = begin(num_tasks, &task);
     if (sleepers_.load() > 0) region_.notify_all();
-    take_tasks(region, 0);
-    wait();
-    if (has_error_.load(std::memory_order_relaxed)) std::rethrow_exception(std::exchange(error_, nullptr));
+    finished_ += uint32_t(num_tasks);
+    for (size_t i = 0; i < shares_.size() && !is_finished(); ++i) finished_ -= take_from(shares_[i], region, 0);
+    if (!spin_until([this] { return is_finished(); })) sleep_until_finished();
+    if (has_error_.load(std::memory_order_relaxed)) {
+      has_error_.store(false, std::memory_order_relaxed);
+      std::rethrow_exception(std::exchange(error_, nullptr));
+    }
   }
 
   bool is_awake() const { return sleepers_.load(std::memory_order_relaxed) == 0; }
@@ -108,45 +114,50 @@ class Team {
   }
 
  private:
-  struct alignas(64) Share {
-    std::atomic<uint64_t> ticket{0};
+  struct Share {
+    alignas(64) std::atomic<uint64_t> ticket{0};
     std::atomic<const Task*> task{nullptr};
-    std::atomic<int64_t> end{0};  // the number behind that of its last task
+    std::atomic<int64_t> end{0};                    // the number behind that of its last task
+    alignas(64) std::atomic<uint32_t> finished{0};  // tasks, of any share and region, that this worker has run
   };
 
-  // The next region, of tasks that are ready.
+  // The next region, of tasks that are ready; null: none.
   uint32_t begin(int64_t num_tasks, const Task* task) {
     const uint32_t region = region_.load(std::memory_order_relaxed) + 1;
     const int64_t count = int64_t(shares_.size());
-    int64_t start = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t end = num_tasks * (i + 1) / count;
+    for (int64_t i = count - 1; i >= 0; --i) {
+      const int64_t start = num_tasks * i / count, end = num_tasks * (i + 1) / count;
       Share& share = shares_[size_t(i)];
       share.task.store(task, std::memory_order_relaxed);
       share.end.store(end, std::memory_order_relaxed);
       share.ticket.store(uint64_t{region} << 32 | uint64_t(end - start), std::memory_order_release);
-      start = end;
     }
     region_.store(region);
     return region;
   }
 
-  void wait() {
-    if (spin_until([this] { return pending_.load(std::memory_order_acquire) == 0; })) return;
-    for (uint32_t left = pending_.load(std::memory_order_acquire); left != 0;
-         left = pending_.load(std::memory_order_acquire)) {
-      pending_.wait(left, std::memory_order_acquire);
-    }
+  bool is_finished() const {
+    uint32_t finished = 0;
+    for (size_t i = 1; i < shares_.size(); ++i) finished += shares_[i].finished.load();
+    return finished == finished_;
   }
 
+  void sleep_until_finished() {
+    is_waiting_.store(true);
+    for (uint32_t seen = calls_.load(); !is_finished(); seen = calls_.load()) calls_.wait(seen);
+    is_waiting_.store(false);
+  }
+
+  // The caller may leave, and the task object with it, as soon as all tasks are counted.
   void take_tasks(uint32_t region, int thread) {
-    uint32_t num_done = 0;
     for (size_t i = 0; i < shares_.size(); ++i) {
-      num_done += take_from(shares_[(size_t(thread) + i) % shares_.size()], region, thread);
-    }
-    // The caller may leave, and the task object with it, as soon as this reaches 0.
-    if (num_done != 0 && pending_.fetch_sub(num_done, std::memory_order_acq_rel) == num_done && thread != 0) {
-      pending_.notify_one();
+      const uint32_t num_done = take_from(shares_[(size_t(thread) + i) % shares_.size()], region, thread);
+      if (num_done == 0) continue;
+      shares_[size_t(thread)].finished.fetch_add(num_done);
+      if (is_waiting_.load()) {
+        calls_.fetch_add(1);
+        calls_.notify_one();
+      }
     }
   }
 
@@ -187,20 +198,22 @@ class Team {
         sleepers_.fetch_sub(1);
         spin = std::chrono::steady_clock::now() - asleep < kLongSpin ? kLongSpin : kSpin;
       }
-      if (stop_.load()) return;
       seen = current();
+      if (own.task.load(std::memory_order_relaxed) == nullptr && stop_.load()) return;
       take_tasks(seen, thread);
     }
   }
 
   std::vector<Share> shares_;  // of each thread
+  uint32_t finished_ = 0;      // what the workers' counts add up to once the last region's tasks are done
+  std::exception_ptr error_;   // the first of the region, written by the task that set has_error_
+  std::vector<std::thread> workers_;
   alignas(64) std::atomic<uint32_t> region_{0};
   std::atomic<int> sleepers_{0};
-  std::atomic<bool> stop_{false};
-  alignas(64) std::atomic<uint32_t> pending_{0};
+  alignas(64) std::atomic<bool> stop_{false};  // this line is written when something rare happens
   std::atomic<bool> has_error_{false};
-  std::exception_ptr error_;  // the first of the region, written by the task that set has_error_
-  std::vector<std::thread> workers_;
+  std::atomic<bool> is_waiting_{false};  // the caller sleeps, or will
+  std::atomic<uint32_t> calls_{0};       // to the caller, which sleeps
 };
 
 struct Scratch {
