@@ -3,31 +3,29 @@
 import _signal  # type: ignore[import-not-found]  # signal's functions look every handler up as an enumeration: 10 µs
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 
 
-@contextmanager
-def interrupt_deferred() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block, so that it does not interrupt a step. A second Ctrl-C is not delayed.
+class interrupt_deferred(ContextDecorator):  # noqa: N801
+    """Delays Ctrl-C until the end of the block, so that it does not interrupt a step. A second Ctrl-C is not delayed.
 
-    Does nothing outside the main thread, or if the program handles the signal itself.
+    Does nothing outside the main thread, or if the program handles the signal itself. Not a generator, as
+    `failures_named`: every step is in one.
     """
-    handler = _signal.getsignal(signal.SIGINT)
-    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    interrupted = False
 
-    def remember(*_: object) -> None:
-        nonlocal interrupted
-        interrupted = True
-        _signal.signal(signal.SIGINT, handler)
+    def __enter__(self) -> None:
+        handler = _signal.getsignal(signal.SIGINT)
+        is_ours = handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+        self._interrupted, self._handler = False, handler if is_ours else None
+        if self._handler is not None:
+            _signal.signal(signal.SIGINT, self._remember)
 
-    _signal.signal(signal.SIGINT, remember)
-    try:
-        yield
-    finally:
-        _signal.signal(signal.SIGINT, handler)
-    if interrupted:
-        raise KeyboardInterrupt
+    def _remember(self, *_: object) -> None:
+        self._interrupted = True
+        _signal.signal(signal.SIGINT, self._handler)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._handler is not None:
+            _signal.signal(signal.SIGINT, self._handler)
+        if self._interrupted and kind is None:
+            raise KeyboardInterrupt

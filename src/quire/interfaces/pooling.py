@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -28,7 +29,7 @@ from quire.common.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from quire.common.params import PoolingParams
+from quire.common.params import PoolingParams, PoolingTask
 from quire.engine.requests.input_processor import Prompt
 from quire.engine.requests.pooling import PoolingInputs
 from quire.text.tokenizer.tokenizer import Tokenizer
@@ -50,7 +51,6 @@ CLASSES = ClassificationRequestOutput, ClassificationOutput
 SCORES = ScoringRequestOutput, ScoringOutput
 """What callers know the outputs of requests as: the class of a request's output, and that of the vector in it."""
 
-_DEFAULTS = PoolingParams()
 _Request = TypeVar("_Request", bound=PoolingRequestOutput[Any])
 
 
@@ -101,7 +101,7 @@ def _tokenized(
         made = {"prompt_token_ids": token_ids, "token_type_ids": types}
     elif (text := _text(prompt)) is not None:
         token_ids = inputs.encode(text, params, add_special_tokens)
-        salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
+        salt = "" if isinstance(prompt, str) else prompt.get("cache_salt", "")
         made = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": salt}
     else:
         _, token_ids, salt, types = inputs.prompt(prompt, params, spec)
@@ -113,11 +113,14 @@ def _tokenized(
 
 def may_be_too_long(inputs: PoolingInputs, prompt: Any) -> bool:
     """Whether a prompt may have more tokens than the model takes, as far as can be said without tokenizing it."""
-    texts = prompt if isinstance(prompt, tuple) else (_text(prompt),)
-    if inputs.info is None or not all(isinstance(text, str) for text in texts):
+    if inputs.info is None:
         return True
-    limit = min(inputs.max_tokens, inputs.info.max_whole_tokens) - _SPECIAL_TOKENS
-    return sum(len(text) if text.isascii() else _EXPANSION * len(text) for text in texts) > limit
+    room = min(inputs.max_tokens, inputs.info.max_whole_tokens) - _SPECIAL_TOKENS
+    for text in prompt if isinstance(prompt, tuple) else (_text(prompt),):
+        if not isinstance(text, str):
+            return True
+        room -= len(text) if text.isascii() else _EXPANSION * len(text)
+    return room < 0
 
 
 def _text(prompt: Any) -> str | None:
@@ -195,17 +198,25 @@ def _cosine_output(first: EmbeddingRequestOutput, second: EmbeddingRequestOutput
     )
 
 
+@cache
+def _params_of(task: PoolingTask | None) -> PoolingParams:
+    """What most calls ask for, checked once."""
+    return PoolingParams(task=task)
+
+
 def pooling_params(given: Any, replaced: Mapping[str, Any], num_prompts: int) -> list[PoolingParams]:
     """Return the parameters of each prompt, with those values of `replaced` that are not None. Raises
     InvalidParamsError if their number is another, or their task."""
-    listed = given if isinstance(given, Sequence) else [given or _DEFAULTS]
     values = {name: value for name, value in replaced.items() if value is not None}
     task = values.get("task")
+    if given is None:
+        return [PoolingParams(**values) if values.keys() - {"task"} else _params_of(task)] * num_prompts
+    listed = given if isinstance(given, Sequence) else [given]
     for params in listed:
         if check_pooling_params(params).task not in (None, task) and task is not None:
             raise InvalidParamsError(f"task={params.task!r}: this call is for {task!r}; leave it out, or use encode")
     made = [replace(params, **values) for params in listed]
-    if given is None or not isinstance(given, Sequence):
+    if not isinstance(given, Sequence):
         return made * num_prompts
     if len(made) != num_prompts:
         raise InvalidParamsError(

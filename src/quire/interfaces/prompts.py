@@ -72,7 +72,7 @@ def params_per_prompt(given: Any, num_prompts: int) -> list[SamplingParams]:
 
 def adapters_of(lora_request: AnyAdapter | Sequence[AnyAdapter], num_prompts: int) -> list[AnyAdapter]:
     """Return the adapter of each prompt. Raises InvalidParamsError if a list has another length."""
-    if not isinstance(lora_request, Sequence):
+    if lora_request is None or not isinstance(lora_request, Sequence):
         return [lora_request] * num_prompts
     if len(lora_request) != num_prompts:
         raise InvalidParamsError(

@@ -59,14 +59,15 @@ class ModelRunner:
             self._graphs = DecodeGraphs(model, kv, block_size, -(-max_model_len // block_size), self._workspace)
             self._read = LogitsReader(model, self._sampler)
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:
         """The drawn tokens in batch order, or whatever else the sequences want of their rows."""
         sequences = batch.sequences
         if not sequences:
             return StepResult(())
         self._check_adapters(sequences)
-        with self._workspace:
+        if self._texts is not None and self._texts.can_replay(sequences):
+            return self._texts.run(sequences)
+        with self._workspace, torch.inference_mode():
             if self._graphs is not None and self._graphs.can_replay(sequences):
                 if self._passes_on:
                     self._graphs.advance(sequences)
@@ -84,8 +85,6 @@ class ModelRunner:
 
     def _call(self, sequences: Sequence[ScheduledSequence]) -> StepResult:
         """Call the model, and read the rows that the sequences want."""
-        if self._texts is not None and self._texts.can_replay(sequences):
-            return self._texts.run(sequences)
         tensors = build_tensors(sequences, self.block_size)
         hidden = self.model(tensors, self.kv)  # [num_tokens, hidden]
         return StepResult(()) if self._passes_on else self._read(hidden, tensors, sequences)

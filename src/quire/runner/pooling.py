@@ -1,5 +1,6 @@
 """What the model's pooler makes of the hidden states of a step."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -58,7 +59,8 @@ class PooledReader:
 def _copied(vectors: Pooled) -> Pooled:
     """A copy, since they may lie in memory that the next step uses. Raises _NotFiniteError."""
     copied = vectors.copy()
-    if not np.isfinite(copied).all():
+    # The sum is finite only if all are; a sum of finite values may overflow.
+    if not (math.isfinite(np.add.reduce(copied, axis=None)) or np.isfinite(copied).all()):
         raise _NotFiniteError("the model gave values that are not finite (NaN or infinity); check its weights")
     return copied
 

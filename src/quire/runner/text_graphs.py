@@ -62,11 +62,13 @@ class TextGraphs:
         """What is made of the text."""
         (text,) = sequences
         self._token_ids[: len(text.token_ids)] = text.token_ids
-        recorded = self._replayed(len(text.token_ids), self._recorded_spec(text))
-        if recorded.vector is None:
-            return self._read(recorded.hidden.clone(), recorded.tensors, sequences)
-        vector = recorded.vector
-        return self._read.result(sequences, lambda *_: vector)
+        with self._workspace:
+            recorded = self._replayed(len(text.token_ids), self._recorded_spec(text))
+            if recorded.vector is None:
+                with torch.inference_mode():
+                    return self._read(recorded.hidden.clone(), recorded.tensors, sequences)
+            vector = recorded.vector
+            return self._read.result(sequences, lambda *_: vector)
 
     def _recorded_spec(self, text: ScheduledSequence) -> PoolSpec | None:
         """What the recording makes of all rows of the text; None for nothing."""
@@ -86,6 +88,7 @@ class TextGraphs:
             recorded.graph.replay()
         return recorded
 
+    @torch.inference_mode()
     def _record(self, num_tokens: int, spec: PoolSpec | None) -> _Recorded:
         """Run the step, and keep what it ran."""
         tensors = BatchTensors(

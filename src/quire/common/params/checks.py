@@ -1,11 +1,15 @@
 """Checks of single values. An error names the field, the value and what is allowed."""
 
 import math
+import re
 import reprlib
 from collections.abc import Sequence
 from typing import Any
 
 from quire.common.errors import InvalidParamsError
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""What a string can hold that is no character."""
 
 
 def refuse(name: str, value: Any, allowed: str) -> InvalidParamsError:
@@ -38,7 +42,7 @@ def check_flag(name: str, value: Any) -> None:
 def check_text(name: str, value: Any, max_len: int) -> None:
     """Raise InvalidParamsError unless `value` is Unicode text of at most `max_len` characters."""
     ok = isinstance(value, str) and len(value) <= max_len
-    if not ok or any("\ud800" <= char <= "\udfff" for char in value):  # surrogates are not characters
+    if not ok or (not value.isascii() and _SURROGATE.search(value)):
         raise refuse(name, value, f"a Unicode string of at most {max_len} characters")
 
 

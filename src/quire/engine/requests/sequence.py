@@ -252,12 +252,12 @@ class SequenceGroup:
     @property
     def num_wanted_seqs(self) -> int:
         """The number of sequences that it runs with, now or once its prompt is computed."""
-        return sum(len(seq.draws) or 1 for seq in self.unfinished_seqs)
+        return sum([len(seq.draws) or 1 for seq in self.seqs if not seq.status.is_finished])
 
     @property
     def is_finished(self) -> bool:
         """Whether all its sequences have finished."""
-        return all(seq.status.is_finished for seq in self.seqs)
+        return not self.unfinished_seqs
 
     @property
     def has_failed(self) -> bool:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,15 +76,20 @@ def write_tokenizer_files(files: TokenizerFiles, folder: Path) -> None:
     (folder / _CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
-@contextmanager
-def library_errors(what: str) -> Iterator[None]:
-    """Turn every exception of the block into a TokenizerError; the library's panics are not subclasses of Exception."""
-    try:
-        yield
-    except (TokenizerError, RequestError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise TokenizerError(f"{what}: {error}") from error
+class library_errors:  # noqa: N801
+    """A context that turns every exception into a TokenizerError; the library's panics are not subclasses of Exception.
+    Not a generator, as `failures_named`."""
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is not None and not isinstance(error, TokenizerError | RequestError | KeyboardInterrupt):
+            raise TokenizerError(f"{self._what}: {error}") from error
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
