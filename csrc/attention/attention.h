@@ -185,8 +185,7 @@ class AttentionTask {
     }
   }
 
-  // Zero packed keys that are multiplied but not seen: by what the scratch happens to hold, denormals above all, a
-  // product can take a hundred times as long.
+  // Zero packed keys that are multiplied but not seen: denormals, which the scratch may hold, take far longer.
   void clear_keys(int64_t begin, int64_t end, C* packed) const {
     constexpr int64_t kPack = Lane::kPack;
     for (int64_t lane = 0; begin < end && lane < key_lanes<C>(a_); ++lane) {

@@ -50,9 +50,10 @@ inline void copy_lanes(const uint8_t* from, int64_t from_stride, uint8_t* to, in
   for (int64_t i = 0; i < count; ++i) std::memcpy(to + i * to_stride, from + i * from_stride, 4);
 }
 
-// Tokens one task moves: enough bytes to be worth a thread's wake-up.
+// Tokens one task moves: enough bytes to be worth a thread's wake-up, or the few microseconds of one that is awake.
 inline int64_t tokens_per_task(const KvCache& cache) {
-  const int64_t tokens = 32768 / (cache.num_kv_heads * (cache.key_bytes + cache.value_bytes));
+  const int64_t bytes = workers_are_awake() ? 4096 : 32768;
+  const int64_t tokens = bytes / (cache.num_kv_heads * (cache.key_bytes + cache.value_bytes));
   return tokens < 1 ? 1 : tokens;
 }
 

@@ -3,7 +3,7 @@
 import pytest
 
 from quire.common.errors import ConfigError, OutOfMemoryError
-from quire.config.machine import format_bytes, machine_memory, parse_bytes
+from quire.config.machine import format_bytes, largest_cache_bytes, machine_memory, parse_bytes
 
 GIB = 1024**3
 
@@ -185,3 +185,11 @@ def test_where_the_memory_is_unknown_the_error_says_what_to_set(tmp_path, monkey
     monkeypatch.setattr("os.sysconf", unknown)
     with pytest.raises(OutOfMemoryError, match="set kv_cache_memory"):
         machine_memory(tmp_path)
+
+
+def test_the_largest_cache_is_what_the_system_says(tmp_path):
+    assert largest_cache_bytes(tmp_path) == 0
+    for index, size in enumerate(["48K", "2048K", "491520K", "unknown"]):
+        (folder := tmp_path / f"cpu0/cache/index{index}").mkdir(parents=True)
+        (folder / "size").write_text(size + "\n")
+    assert largest_cache_bytes(tmp_path) == 480 * 2**20

@@ -194,3 +194,9 @@ def _number(path: Path) -> int:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):
         return 0
+
+
+def largest_cache_bytes(cpus: Path = _CPUS) -> int:
+    """Return the size of the largest cache that the first CPU reads through; 0 if the system does not tell."""
+    sizes = [path.read_text().strip() for path in cpus.glob("cpu0/cache/index*/size")]
+    return max([int(size[:-1]) * 1024 for size in sizes if re.fullmatch(r"[0-9]+K", size)], default=0)
