@@ -153,6 +153,24 @@ class TokenLogprobs:
     """[num_rows]: the token's place among all by likelihood, from 1"""
 
 
+class Correction(NamedTuple):
+    """What to make of the odds that a drafter states, since they say too little or too much."""
+
+    factor: float = 1.0
+    shifts: tuple[float, ...] = (0.0,)
+    """By equal ranges of the odds from 0 to 1, what to add after that."""
+    trust: float = 1.0
+    """What to multiply with in the end, for this sequence."""
+
+    def of(self, odds: float) -> float:
+        """How probable a draft with these odds is."""
+        shift = self.shifts[min(int(odds * len(self.shifts)), len(self.shifts) - 1)]
+        return min(1.0, self.trust * min(1.0, max(0.0, self.factor * odds + shift)))
+
+
+NO_CORRECTION = Correction()
+
+
 class Ahead(msgspec.Struct, frozen=True, gc=False):
     """What a draft model does with a sequence in a step: it reads the tokens that are accepted, and drafts."""
 
@@ -165,8 +183,8 @@ class Ahead(msgspec.Struct, frozen=True, gc=False):
     those that have none here."""
     following: int | None = None
     """The token behind the step's where it is known, since it is the prompt's."""
-    factor: float = 1.0
-    """What its odds are multiplied with, since they say too little or too much."""
+    correction: Correction = NO_CORRECTION
+    """Of its odds."""
     num_more: int = 0
     """Tokens that it may draft beyond `num_drafts`, one for each draft of the step that is rejected."""
 

@@ -54,7 +54,7 @@ class Reading:
         """Draft a token. Returns whether another one is wanted."""
         self.token_ids.append(token_id)
         self.odds.append(odds)
-        self.probability *= min(1.0, odds * self.ahead.factor)
+        self.probability *= self.ahead.correction.of(odds)
         drawn, end = self.sequence.drawn, self.sequence.end
         assert drawn is not None
         history = None if drawn.history is None else _longer(drawn.history, token_id)

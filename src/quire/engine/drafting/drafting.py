@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from quire.common.batch import Ahead, Batch, Drafted
+from quire.common.batch import Ahead, Batch, Correction, Drafted
 from quire.common.faults import fault_point
 from quire.common.log import logger
 from quire.common.outputs import DraftStats
@@ -23,7 +23,7 @@ from quire.engine.drafting.lookup import NO_DRAFT, Draft
 from quire.engine.drafting.model_drafts import ModelDrafts, best_rate, draft_odds
 from quire.engine.drafting.row_times import RowTimes
 from quire.engine.drafting.search_time import SHORTEST_STEP_S, SearchTime
-from quire.engine.drafting.trust import SequenceDrafts, Trust
+from quire.engine.drafting.trust import Calibration, SequenceDrafts, Trust
 from quire.engine.requests.sequence import Sequence as Seq
 from quire.engine.requests.sequence import SequenceGroup
 
@@ -75,7 +75,7 @@ class Drafting:
         self._last_shape = 0, 0
         self._num_equal_steps = 0
         self._seen_shapes = set[tuple[int, int]]()
-        self._trust = {drafter.name: Trust() for drafter in drafters}
+        self._calibrations = {drafter.name: Calibration() for drafter in drafters}
 
     @property
     def may_search(self) -> bool:
@@ -105,8 +105,9 @@ class Drafting:
                 return
             self.stats[known.drafter].add(num_drafts, num_accepted)
             self._stats_of(group.tenant).add(num_drafts, num_accepted)
-            for trust in (known.trust[known.drafter], self._trust[known.drafter]):
-                trust.observe(known.odds[:num_drafts], num_accepted)
+            calibration, odds = self._calibrations[known.drafter], known.odds[:num_drafts]
+            known.trust[known.drafter].observe([calibration.correction.of(stated) for stated in odds], num_accepted)
+            calibration.observe(odds, num_accepted)
             if num_accepted:
                 known.num_failures = 0
                 self._search_time.observe_accepted(num_accepted)
@@ -123,9 +124,9 @@ class Drafting:
             for group, seq, num_tokens, num_drafts, takes in scheduled:
                 known, count = self._known(seq), config.num_speculative_tokens if takes else 0
                 least: tuple[float, ...] = ()
-                factor = known.trust[model.name].factor(self._trust[model.name].factor(1.0))
+                correction = self._correction(known, model.name)
                 if count and config.is_adaptive:
-                    rate, best = best_rate(min(1.0, factor * known.reading.mean_odds), times)
+                    rate, best = best_rate(correction.of(known.reading.mean_odds), times)
                     if best:  # a sequence whose drafts are surer than others' may have more than these
                         count, least = min(count, 2 * best + 1), draft_odds(rate, times)
                     else:
@@ -135,7 +136,7 @@ class Drafting:
                 ahead = model.ahead(seq, known.reading, num_tokens, count, least)
                 if ahead is not None:  # where all drafts of the step are accepted, fewer tokens are left
                     now = max(0, min(count, self._num_left(group, seq) - num_drafts - 2))
-                    planned[seq.seq_id] = replace(ahead, num_drafts=now, num_more=count - now, factor=factor)
+                    planned[seq.seq_id] = replace(ahead, num_drafts=now, num_more=count - now, correction=correction)
         return planned
 
     def receive(self, seq: Seq, end: int, drafted: Drafted) -> None:
@@ -191,7 +192,7 @@ class Drafting:
         known = seq.drafting
         if known is None or known.pause == 0 or not self._config.is_adaptive:
             return False
-        if self.model is not None or (seq.grammar is not None and ForcedTokens.name in self._trust):
+        if self.model is not None or (seq.grammar is not None and ForcedTokens.name in self._calibrations):
             return False  # one does not look for drafts without reason, the other forces tokens now and then
         known.pause -= 1
         return True
@@ -200,8 +201,8 @@ class Drafting:
         self, sequences: Decodes, num_decodes: int, num_step_tokens: int, most: int, predict: Seconds
     ) -> list[tuple[int, ...]]:
         """The drafts to verify of the sequences that do not pause, which are some of the step's `num_decodes`."""
-        for trust in self._trust.values():
-            trust.decay_for_all()
+        for calibration in self._calibrations.values():
+            calibration.update()
         if not self._config.is_adaptive:
             drafts = [self._draft(group, seq, 0.0) for group, seq in sequences]
             lengths = first_lengths([len(draft.token_ids) for draft in drafts], most)
@@ -211,7 +212,12 @@ class Drafting:
                 return [()] * len(sequences)
             needed = least_odds(num_decodes, len(sequences), seconds)
             drafts = [self._draft(group, seq, needed) for group, seq in sequences]
-            lengths = best_lengths([draft.odds for draft in drafts], float(num_decodes), seconds, most)
+            odds, seen = [draft.odds for draft in drafts], self._seen_shapes
+
+            def is_new(num_drafts: int) -> bool:
+                return (num_decodes, num_step_tokens + num_drafts) not in seen
+
+            lengths = best_lengths(odds, num_decodes, seconds, most, is_new)
         for (_, seq), length in zip(sequences, lengths, strict=True):
             if not length and seq.drafting is not None:
                 seq.drafting.wait(_LONGEST_SEARCH_PAUSE)
@@ -227,10 +233,9 @@ class Drafting:
         known = self._known(seq)
         best, most = NO_DRAFT, min(self._config.num_speculative_tokens, self._num_left(group, seq) - 1)
         for drafter in self._drafters if most > 0 else ():
-            trust = known.trust[drafter.name]
-            trust.decay()
-            factor = trust.factor(self._trust[drafter.name].factor(1.0))
-            if factor <= needed and self._config.is_adaptive:
+            known.trust[drafter.name].decay()
+            correction = self._correction(known, drafter.name)
+            if correction.of(1.0) <= needed and self._config.is_adaptive:
                 continue
             found = NO_DRAFT
             with self._contained(drafter.name):
@@ -238,14 +243,18 @@ class Drafting:
                 found = drafter.propose(group, seq, most)
                 if seq.grammar is not None and found.token_ids:
                     found = found.first(seq.grammar.num_allowed(found.token_ids))
-            scaled = Draft(found.token_ids, tuple([min(1.0, factor * odds) for odds in found.odds]))
+            scaled = Draft(found.token_ids, tuple([correction.of(odds) for odds in found.odds]))
             if scaled.expected_tokens > best.expected_tokens:
                 best, known.drafter, known.odds = scaled, drafter.name, found.odds
         return best
 
+    def _correction(self, known: SequenceDrafts, name: str) -> Correction:
+        """Of the odds of a drafter for one sequence."""
+        return self._calibrations[name].correction._replace(trust=known.trust[name].factor)
+
     def _known(self, seq: Seq) -> SequenceDrafts:
         if seq.drafting is None:
-            seq.drafting = SequenceDrafts({name: Trust() for name in self._trust})
+            seq.drafting = SequenceDrafts({name: Trust() for name in self._calibrations})
         return seq.drafting
 
     def _num_left(self, group: SequenceGroup, seq: Seq) -> int:

@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import log
+
+_NEW_SHARE = 0.05
+"""Of the time of a step: what the first step of a shape takes longer, shared by those that follow."""
 
 
 def best_lengths(
-    odds: Sequence[Sequence[float]], num_tokens: float, seconds: Callable[[int], float], most: int
+    odds: Sequence[Sequence[float]],
+    num_decodes: int,
+    seconds: Callable[[int], float],
+    most: int,
+    is_new: Callable[[int], bool] = lambda _: False,
 ) -> list[int]:
     """For each sequence, the number of its drafts to verify, at most `most` in all.
 
-    `odds` has the probabilities of each sequence's drafts, each if those before it are right; the step gives
-    `num_tokens` tokens without drafts, and takes `seconds(n)` with `n` of them. A draft is worth the probability that
-    it and all before it are right. They are added in the order of that, and the number is chosen with which the most
-    tokens a second are expected: many numbers are looked at, since the time may grow by steps, and not all, since the
-    first step with each number takes longer.
+    `odds` has the probabilities of each sequence's drafts, each if those before it are right; `num_decodes` sequences,
+    these among them, take part in the step, which takes `seconds(n)` with `n` drafts. What counts is the geometric mean
+    of all sequences' tokens a second, so that none goes without drafts because others are easier to foresee. A draft is
+    worth the share by which it raises the expected tokens of its sequence. They are added in the order of that, and the
+    best number is chosen: many numbers are looked at, since the time may grow by steps, and not all, since the first
+    step with each number takes longer. So of several that pay, those that are not `is_new` are preferred.
     """
     worth: list[tuple[float, int]] = []
     for index, of_sequence in enumerate(odds):
-        probability = 1.0
+        probability = expected = 1.0
         for of_draft in of_sequence:
             probability *= of_draft
-            worth.append((-probability, index))
+            worth.append((-log(1.0 + probability / expected), index))
+            expected += probability
     worth.sort()
-    best, best_rate, expected = 0, num_tokens / seconds(0), num_tokens
+    best, best_gain, tokens_gain, alone = 0, 0.0, 0.0, seconds(0)
     for count, (negative, _) in enumerate(worth[:most], start=1):
-        expected -= negative
+        tokens_gain -= negative
         if count % _spacing(count):
             continue
-        rate = expected / seconds(count)
-        if rate > best_rate:
-            best, best_rate = count, rate
+        gain = tokens_gain - num_decodes * log(seconds(count) / alone)
+        if gain <= 0.0:
+            continue
+        gain -= num_decodes * _NEW_SHARE * is_new(count)
+        if not best or gain > best_gain:
+            best, best_gain = count, gain
     lengths = [0] * len(odds)
     for _, index in worth[:best]:
         lengths[index] += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from quire.common.batch import Correction
 from quire.engine.drafting.forced import Walk
 from quire.engine.drafting.model_drafts import ModelReading
 
@@ -18,8 +19,11 @@ _MOST_TRUST = 2.0
 """Odds may say too little: what a model draws at random half of the time, a greedy request may always have."""
 
 
+_NUM_RANGES = 8
+
+
 class Trust:
-    """How often drafts of one drafter are right, relative to the odds that it states."""
+    """How often drafts of one drafter are right in one sequence, relative to what is expected of its drafts."""
 
     __slots__ = ("accepted", "expected")
 
@@ -27,23 +31,56 @@ class Trust:
         self.accepted = 0.0
         self.expected = 0.0
 
-    def factor(self, prior: float) -> float:
-        """What to multiply odds by, given what to expect before the first test."""
-        return min(_MOST_TRUST, (self.accepted + _PRIOR * prior) / (self.expected + _PRIOR))
+    @property
+    def factor(self) -> float:
+        """What to multiply odds by."""
+        return _factor(self.accepted, self.expected)
 
     def observe(self, odds: Sequence[float], num_accepted: int) -> None:
         """`num_accepted` drafts were right, and the next one, if there is one, was wrong."""
         self.accepted += num_accepted
         self.expected += sum(odds[: num_accepted + 1])
 
-    def decay(self, factor: float = _DECAY) -> None:
+    def decay(self) -> None:
         """Let what was learned count less."""
-        self.accepted *= factor
-        self.expected *= factor
+        self.accepted *= _DECAY
+        self.expected *= _DECAY
 
-    def decay_for_all(self) -> None:
-        """The same where all sequences are counted together."""
-        self.decay(_DECAY_FOR_ALL)
+
+class Calibration:
+    """How often drafts of one drafter are right in all sequences, by the odds that it states.
+
+    All odds are corrected by a factor, and each range of them by what is left then: a greedy request nearly always has
+    the token that a draft model gives odds of 0.6, and those that it gives 0.3 may be as wrong as they say.
+    """
+
+    def __init__(self) -> None:
+        self.correction = Correction()
+        """Of the odds of any sequence, as of the latest `update`."""
+        self._tested = [0.0] * _NUM_RANGES
+        self._accepted = [0.0] * _NUM_RANGES
+        self._stated = [0.0] * _NUM_RANGES
+
+    def observe(self, odds: Sequence[float], num_accepted: int) -> None:
+        """`num_accepted` drafts were right, and the next one, if there is one, was wrong."""
+        for place, stated in enumerate(odds[: num_accepted + 1]):
+            index = min(int(stated * _NUM_RANGES), _NUM_RANGES - 1)
+            self._tested[index] += 1.0
+            self._accepted[index] += place < num_accepted
+            self._stated[index] += stated
+
+    def update(self) -> None:
+        """Make the correction of what was observed, and let that count less."""
+        factor = _factor(sum(self._accepted), sum(self._stated))
+        columns = zip(self._tested, self._accepted, self._stated, strict=True)
+        shifts = [(accepted - factor * stated) / (tested + _PRIOR) for tested, accepted, stated in columns]
+        self.correction = Correction(factor, tuple(shifts))
+        for column in (self._tested, self._accepted, self._stated):
+            column[:] = [_DECAY_FOR_ALL * value for value in column]
+
+
+def _factor(accepted: float, expected: float) -> float:
+    return min(_MOST_TRUST, (accepted + _PRIOR) / (expected + _PRIOR))
 
 
 @dataclass(slots=True)
