@@ -53,7 +53,8 @@ def test_no_draft_is_better_than_certain_however_often_its_drafter_was_right() -
 def test_an_unreliable_drafter_does_not_keep_the_next_from_being_asked() -> None:
     bad, good = Scripted("bad", Draft((1,), (1.0,))), Scripted("good", Draft((2,), (1.0,)))
     drafting, group = drafting_of(bad, good), request()
-    drafting._trust["bad"].expected = 8.0
+    for _ in range(8):
+        drafting._calibrations["bad"].observe((1.0,), 0)
     assert drafting.propose(*flat(group, 0.3)) == [(2,)]
     assert (bad.num_calls, good.num_calls) == (0, 1)
 

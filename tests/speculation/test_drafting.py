@@ -255,10 +255,11 @@ def test_a_draft_ends_where_the_grammar_forbids_it() -> None:
 def test_a_drafter_that_would_have_to_be_more_reliable_than_it_is_is_not_asked() -> None:
     drafter = Scripted("a", Draft((1,), (1.0,)))
     drafting, group = drafting_of(drafter), request()
-    drafting._trust["a"].expected = 8.0
+    for _ in range(4):
+        drafting._calibrations["a"].observe((1.0,), 0)
     pairs = [(group, group.seqs[0])]
     assert drafting.propose(pairs, 9, 9, lambda n: 1.0 + 0.3 * (n - 9)) == [()]
-    assert drafter.num_calls == 0, "a row takes 0.3 of a step, and a fifth of the drafts are right"
+    assert drafter.num_calls == 0, "a row takes 0.3 of a step, and a sixth of the drafts are right"
     assert drafting.propose(pairs, 9, 9, lambda n: 1.0 + 0.1 * (n - 9)) == [(1,)]
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.common.batch import Ahead, Drafted
+from quire.common.batch import Ahead, Correction, Drafted
 from quire.config.speculative import SpeculativeConfig
 from quire.engine.drafting.drafting import Drafting
 from quire.engine.drafting.lookup import NO_DRAFT, Draft
@@ -185,9 +185,10 @@ def test_drafts_are_made_by_what_they_cost_each_with_the_odds_that_it_must_have(
 def test_odds_are_corrected_by_how_often_drafts_were_right() -> None:
     drafting, known = drafting_of(), known_of()
     known.trust["model"].observe((0.5,) * 8, 8)
-    assert ahead_of(drafting, known=known).factor == pytest.approx((8 + 2) / (4 + 2))
-    drafting._trust["model"].observe((1.0,) * 8, 0)
-    assert ahead_of(drafting, known=known_of()).factor == pytest.approx((0 + 2) / (1 + 2))
+    assert ahead_of(drafting, known=known).correction == Correction(trust=pytest.approx((8 + 2) / (4 + 2)))
+    drafting._calibrations["model"].observe((1.0,) * 8, 0)
+    drafting._calibrations["model"].update()
+    assert ahead_of(drafting, known=known_of()).correction.factor == pytest.approx((0 + 2) / (1 + 2))
 
 
 def test_passes_are_shared_by_the_sequences_that_draft() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 _PACE_RATE = 0.2
 _SHAPE_RATE = 0.1
-_MOST_OFF = 1.25
+_MOST_OFF = 1.5
 """A step counts as at most this many times its expectation: another program may have had the cores."""
 _PRIOR_SLOPE = 0.02
 """What a row adds to the time of a step of one row as long as nothing is known: little, so that drafts are tried."""

@@ -20,6 +20,8 @@ _MOST_TRUST = 2.0
 
 
 _NUM_RANGES = 8
+_RANGE_PRIOR = 4.0
+"""How many tested drafts of a range the correction of all ranges counts as."""
 
 
 class Trust:
@@ -73,7 +75,7 @@ class Calibration:
         """Make the correction of what was observed, and let that count less."""
         factor = _factor(sum(self._accepted), sum(self._stated))
         columns = zip(self._tested, self._accepted, self._stated, strict=True)
-        shifts = [(accepted - factor * stated) / (tested + _PRIOR) for tested, accepted, stated in columns]
+        shifts = [(accepted - factor * stated) / (tested + _RANGE_PRIOR) for tested, accepted, stated in columns]
         self.correction = Correction(factor, tuple(shifts))
         for column in (self._tested, self._accepted, self._stated):
             column[:] = [_DECAY_FOR_ALL * value for value in column]
