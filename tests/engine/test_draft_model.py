@@ -166,7 +166,8 @@ def test_it_drafts_until_the_next_draft_is_not_worth_its_time():
 
     assert drafted(Ahead(4)) == 4
     assert drafted(Ahead(8, (), (0.9, 0.5, 0.2, 0.2))) == 3, "what it gave before asking does not matter"
-    assert drafted(Ahead(8, (), (0.9, 0.5, 0.2, 0.2), correction=Correction(2.0))) == 8, "the odds are twice as good as they say"
+    corrected = Ahead(8, (), (0.9, 0.5, 0.2, 0.2), correction=Correction(2.0))
+    assert drafted(corrected) == 8, "the odds are twice as good as they say"
 
 
 def test_rejected_drafts_make_room_for_others():

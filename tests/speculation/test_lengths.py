@@ -42,7 +42,9 @@ def test_the_number_with_the_best_geometric_mean_of_speeds_is_found(slope: float
     chosen = best_lengths(rows, 4, lambda n: 1.0 + slope * n, 8)
 
     def speeds(lengths: tuple[int, ...]) -> float:
-        expected = [1.0 + sum(itertools.accumulate(odds[:n], operator.mul)) for odds, n in zip(rows, lengths)]
+        expected = [
+            1.0 + sum(itertools.accumulate(odds[:n], operator.mul)) for odds, n in zip(rows, lengths, strict=True)
+        ]
         return math.prod(expected) / (1.0 + slope * sum(lengths)) ** 4
 
     assert speeds(tuple(chosen)) == max(map(speeds, itertools.product((0, 1), (0, 1, 2), (0, 1), (0,))))
