@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 
+#include "matmul/pack.h"
 #include "runtime/thread_pool.h"
 
 namespace quire {
@@ -17,6 +18,8 @@ struct Field {
 template <size_t N>
 void take_rows(const char* weight, int64_t panel_bytes, const std::array<Field, N>& fields, const int64_t* rows,
                int64_t count, char* out) {
+  const int64_t num_panels = (count + kPanelColumns - 1) / kPanelColumns;
+  ask_for_large_pages(out, num_panels * panel_bytes);
   auto task = [&](int64_t index, int) {
     char* panel = out + index * panel_bytes;
     std::memset(panel, 0, size_t(panel_bytes));
@@ -32,7 +35,7 @@ void take_rows(const char* weight, int64_t panel_bytes, const std::array<Field, 
       }
     }
   };
-  parallel_for((count + kPanelColumns - 1) / kPanelColumns, task);
+  parallel_for(num_panels, task);
 }
 
 }  // namespace

@@ -26,15 +26,23 @@ def unpack_weight(packed: PackedWeight) -> Tensor:
     return backend_of(packed.data).unpack_weight(packed)
 
 
-def matmul(x: Tensor, packed: Matrix, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+def matmul(
+    x: Tensor,
+    packed: Matrix,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
     """`x @ weight.T + bias`, accumulated in float32: x [num_tokens, k] -> [num_tokens, n] in out_dtype (default: x's).
 
     x has the weight's dtype and contiguous rows, which may be strided; bias [n] float32. By a quantized weight, x is
-    multiplied quantized too, as `reference.quantized_matmul` says.
+    multiplied quantized too, as `reference.quantized_matmul` says. `out`: where the result is written, if not in memory
+    of its own; its rows may be strided.
     """
     backend = backend_of(x)
     if out_dtype is None:
-        out_dtype = packed.dtype
+        out_dtype = packed.dtype if out is None else out.dtype
     shape, k = x.shape, packed.k
     if (
         len(shape) != 2
@@ -44,10 +52,12 @@ def matmul(x: Tensor, packed: Matrix, bias: Tensor | None = None, out_dtype: tor
         or out_dtype not in DTYPES
         or not (x.is_contiguous() or k <= 1 or x.stride(1) == 1)
         or (bias is not None and not _is_bias(backend, bias, packed.n))
+        or (out is not None and not _takes(backend, out, shape[0], packed.n))
     ):
         raise _refusal(x, packed, bias, out_dtype)
     with kernel_errors():
-        out = backend.empty((shape[0], packed.n), out_dtype)
+        if out is None:
+            out = backend.empty((shape[0], packed.n), out_dtype)
         if isinstance(packed, StackedWeight):
             start = 0
             for part in packed.parts:
@@ -116,6 +126,10 @@ def _multiply(
         backend.quantized_matmul(x, packed, bias, out)
 
 
+def _takes(backend: Backend, out: Tensor, num_rows: int, n: int) -> bool:
+    return out.shape == (num_rows, n) and (out.is_contiguous() or out.stride(1) == 1) and backend.holds(out)
+
+
 def _is_bias(backend: Backend, bias: Tensor, n: int) -> bool:
     return bias.dtype is torch.float32 and bias.shape == (n,) and bias.is_contiguous() and backend.holds(bias)
 
@@ -125,6 +139,6 @@ def _refusal(x: Tensor, packed: Matrix, bias: Tensor | None, out_dtype: torch.dt
     takes = (
         f"x [num_tokens, {packed.k}] {dtype} with stride 1 in the last dimension for this weight "
         f"[{packed.n}, {packed.k}] {dtype} on {packed.data.device}, a contiguous float32 bias [{packed.n}] or None, on "
-        "the same device, and out_dtype float32 or bfloat16"
+        f"the same device, and out_dtype float32 or bfloat16, or out [num_tokens, {packed.n}] of such a dtype"
     )
     return refusal("matmul", takes, x=x, bias=bias, out_dtype=out_dtype)

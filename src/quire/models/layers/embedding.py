@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.config.parallel import Range
+from quire.models.layers.linear import multiply_to_logits
 from quire.models.layers.weight_format import Packed, WeightFormat, matrix_of_ranges, specs_of_ranges
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 
@@ -95,5 +96,4 @@ class TiedLmHead(nn.Module):
         """x [num_rows, hidden] -> logits [num_rows, vocab] float32."""
         table = self.embedding.table
         assert not isinstance(table, Tensor)
-        out = kernels.matmul(x, table, None, torch.float32)
-        return out if self.gather_out is None else self.gather_out(out)
+        return multiply_to_logits(x, table, None, self.gather_out)

@@ -175,15 +175,26 @@ class LmHead(Projection):
     """The projection to the vocabulary; its result is float32 whatever the model computes in."""
 
     gather_out: kernels.Gather | None = None
-    """Gives the first rank the logits of all; the others keep theirs."""
+    """Gives the first rank the logits of all, the others keep theirs, or get none."""
 
     def __init__(self, hidden_size: int, vocab_size: int, dtype: torch.dtype, *, bias: bool = False) -> None:
         super().__init__(hidden_size, vocab_size, bias=bias, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_rows, hidden] -> logits [num_rows, vocab] float32."""
-        out = kernels.matmul(x, self.weight, self.bias, torch.float32)
-        return out if self.gather_out is None else self.gather_out(out)
+        return multiply_to_logits(x, self.weight, self.bias, self.gather_out)
+
+
+def multiply_to_logits(
+    x: Tensor, matrix: kernels.Matrix, bias: Tensor | None, gather: kernels.Gather | None
+) -> Tensor:
+    """x [num_rows, hidden] -> logits [num_rows, vocab] float32. With `gather`, the matrix has a part of the columns, and
+    the first rank alone gets the logits."""
+    place = None if gather is None else gather.place(len(x))
+    out = kernels.matmul(x, matrix, bias, torch.float32, out=place)
+    if gather is None:
+        return out
+    return gather(out) if place is None else gather.placed(len(x))
 
 
 class NormalizedLmHead(LmHead):

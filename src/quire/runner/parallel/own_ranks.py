@@ -11,6 +11,7 @@ from quire.runner.parallel.configs import to_bytes
 from quire.runner.parallel.links import ChildProcess, Launch, Links
 from quire.runner.parallel.messages import Start
 from quire.runner.parallel.placing import rank_threads
+from quire.runner.sampling.sampler import MAX_LOGITS_ROWS
 from quire.runner.worker import Worker, make_worker
 
 _SLOT_BYTES = 512 * 1024
@@ -28,7 +29,11 @@ class OwnRanks:
         self._config, self._first, self._count, self._patience_s = config, first, count, patience_s
         self._num_ranks = config.parallel.tensor_parallel_size
         self._slot_bytes = max(_SLOT_BYTES, 4 * config.model.vocab_size)
-        memory_bytes = kernels.rank_memory_bytes(self._num_ranks, self._slot_bytes)
+        scheduler, logits_bytes = config.scheduler, 0
+        if count == self._num_ranks:  # pages are taken when they are first written to
+            num_logits = max(scheduler.max_num_seqs + scheduler.max_draft_rows, MAX_LOGITS_ROWS)
+            logits_bytes = 4 * num_logits * config.model.vocab_size
+        memory_bytes = kernels.rank_memory_bytes(self._num_ranks, self._slot_bytes, logits_bytes)
         self.links = Links(count, memory_bytes, launch, first)
         self.ranks: kernels.Ranks
         self.worker: Worker

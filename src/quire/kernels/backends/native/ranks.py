@@ -3,6 +3,8 @@
 The kernels are native only (csrc/ranks): the reference computes in one process.
 """
 
+import mmap
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,10 +29,12 @@ class Ranks:
     raises RuntimeError when the group is stopped, or when the other one makes no progress for `patience_s`.
     """
 
-    def __init__(self, shard: Shard, group: Any = None) -> None:
+    def __init__(self, shard: Shard, group: Any = None, shared: Tensor | None = None) -> None:
         """Without a native group there are only shapes, on the meta device, for planning."""
         self.shard = shard
         self.group = group
+        self.shared = shared
+        """Memory [num_bytes] uint8 of all ranks, where each may write its part of what the first one reads."""
 
     @classmethod
     def join(
@@ -47,7 +51,10 @@ class Ranks:
         of this machine, if there are others, to which the `sockets` lead its first rank (csrc/ranks/wire.h)."""
         first, end = own or (0, shard.num_ranks)
         given = file, shard.rank, shard.num_ranks, slot_bytes, round(10 * patience_s), first, end - first
-        return cls(shard, native_kernels().RankGroup(*given, list(sockets)))
+        start, shared = _shared_from(shard.num_ranks, slot_bytes), None
+        if (num_bytes := os.fstat(file).st_size - start) > 0:
+            shared = torch.frombuffer(mmap.mmap(file, num_bytes, offset=start), dtype=torch.uint8)
+        return cls(shard, native_kernels().RankGroup(*given, list(sockets)), shared)
 
     def stop(self) -> None:
         """Let all ranks raise an error instead of waiting."""
@@ -71,9 +78,16 @@ def native_kernels() -> Any:
     return native_backend().native
 
 
-def rank_memory_bytes(num_ranks: int, slot_bytes: int) -> int:
-    """The size of the file that `Ranks.join` takes, which must hold zeros."""
-    return int(native_kernels().rank_memory_bytes(num_ranks, slot_bytes))
+def rank_memory_bytes(num_ranks: int, slot_bytes: int, shared_bytes: int = 0) -> int:
+    """The size of the file that `Ranks.join` takes, which must hold zeros. If all ranks are on one machine, they may
+    have `shared_bytes` more, to compute the first one's logits in."""
+    return _shared_from(num_ranks, slot_bytes) + shared_bytes
+
+
+def _shared_from(num_ranks: int, slot_bytes: int) -> int:
+    """Where in the file the memory begins that is not slots."""
+    num_bytes = int(native_kernels().rank_memory_bytes(num_ranks, slot_bytes))
+    return -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 
 class Gather:
@@ -84,6 +98,8 @@ class Gather:
         self._ranks, self._shard, self._sizes, self._first_only = ranks, ranks.shard, tuple(sizes), first_only
         self._bounds = {item: np.cumsum([0, *sizes]) * item for item in (2, 4)}
         """Where the parts begin, in bytes, by the size of an element. Recordings read them, so they stay in place."""
+        self._nothing = np.zeros(len(sizes) + 1, np.int64)
+        """As these, for a meeting of the ranks that moves nothing."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [num_rows, own columns] contiguous -> [num_rows, all columns], with the same bits."""
@@ -92,11 +108,38 @@ class Gather:
             raise refusal("gather", f"contiguous x [num_rows, {own}]", x=x)
         out = x if self._first_only and self._shard.rank > 0 else backend.empty((len(x), width), x.dtype)
         if self._ranks.group is not None:
-            item = x.element_size()
-            given = self._ranks.group.address, x.data_ptr(), len(x), self._bounds[item].ctypes.data
-            with kernel_errors():
-                native_kernels().gather_parts(*given, out.data_ptr(), width * item, self._first_only)
+            self._move(x, len(x), self._bounds[x.element_size()], out, first_only=self._first_only)
         return out
+
+    def place(self, num_rows: int) -> Tensor | None:
+        """Where this rank may write its part of a float32 result [num_rows, own columns], in memory of all ranks, so
+        that nothing is copied. None if there is none of that size. It waits until the first rank comes here, too."""
+        whole = self._whole(num_rows)
+        if whole is None:
+            return None
+        self._move(whole, 1, self._nothing, whole)
+        start, end = self._shard.range_of(self._sizes)
+        return whole[:, start:end]
+
+    def placed(self, num_rows: int) -> Tensor:
+        """What all ranks have written to their places [num_rows, all columns], for the first one to use until its next
+        call of `place` in any Gather. The others get no rows."""
+        whole = self._whole(num_rows)
+        assert whole is not None
+        self._move(whole, 1, self._nothing, whole, first_only=True)
+        return whole if self._shard.rank == 0 else whole[:0]
+
+    def _whole(self, num_rows: int) -> Tensor | None:
+        width, shared = sum(self._sizes), self._ranks.shared
+        num_bytes = 4 * num_rows * width
+        if shared is None or num_bytes > shared.nbytes:
+            return None
+        return shared[:num_bytes].view(torch.float32).view(num_rows, width)
+
+    def _move(self, x: Tensor, num_rows: int, bounds: np.ndarray, out: Tensor, *, first_only: bool = False) -> None:
+        given = self._ranks.group.address, x.data_ptr(), num_rows, bounds.ctypes.data, out.data_ptr()
+        with kernel_errors():
+            native_kernels().gather_parts(*given, sum(self._sizes) * x.element_size(), first_only)
 
 
 class SharedTable:
