@@ -2,7 +2,8 @@
 
     python -m tools.bench_ranks MODEL [--quantization int8] [--prompts 1 8 32] [--ranks 2] [--steps 24] [--gathers]
 
-Both engines are alive and take turns. Prints one line of JSON per number of prompts: the quarter of the fastest decode
+Both engines are alive and take turns of some steps. The first one of a turn does not count, since threads of the other
+engine still spin then (ADR 0098). Prints one line of JSON per number of prompts: the quarter of the fastest decode
 steps of each, and the ratio of their speeds, above 1 where ranks are faster; and one for a prefill of 1,024 tokens.
 With --gathers, the time of a gather by the bytes that a rank adds: in shared memory, over a connection, and with gloo.
 """
@@ -25,6 +26,8 @@ from quire.config.parallel import Shard
 
 CPUS = sorted(os.sched_getaffinity(0))
 SLOT_BYTES, WIDTH = 512 * 1024, 256
+TURN = 6
+"""Steps of an engine before the other one's."""
 
 
 def quarter(times: list[float]) -> float:
@@ -48,11 +51,13 @@ class Decoding:
         for _ in range(3):
             self.engine.step()
 
-    def step(self) -> None:
-        """Run a step and keep its time."""
-        start = time.perf_counter()
+    def turn(self) -> None:
+        """Run some steps and keep the times of all but the first one."""
         self.engine.step()
-        self.times.append(time.perf_counter() - start)
+        for _ in range(TURN - 1):
+            start = time.perf_counter()
+            self.engine.step()
+            self.times.append(time.perf_counter() - start)
 
     def prefill(self, number: int) -> None:
         """Run a prompt of 1,024 tokens that is not cached."""
@@ -81,10 +86,10 @@ def compare(args: argparse.Namespace) -> None:
     ranks = Decoding(LLM(args.model, tensor_parallel_size=args.ranks, **given))
     for num_prompts in args.prompts:
         for each in (one, ranks):
-            each.begin(num_prompts, args.steps)
-        for _ in range(args.steps):
-            one.step()
-            ranks.step()
+            each.begin(num_prompts, args.steps + TURN)
+        for _ in range(-(-args.steps // TURN)):
+            one.turn()
+            ranks.turn()
         report(args, {"prompts": num_prompts}, one.end(), ranks.end())
     for number in range(4):
         one.prefill(number)

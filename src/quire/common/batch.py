@@ -303,7 +303,7 @@ def decode(data: bytes, kind: type[Message]) -> Message:
 
 def _encode_array(value: object) -> object:
     if isinstance(value, np.ndarray):
-        return str(value.dtype), value.shape, np.ascontiguousarray(value).tobytes()
+        return _ARRAY_NAMES.get(value.dtype) or str(value.dtype), value.shape, np.ascontiguousarray(value).data
     raise TypeError(f"a batch holds plain values and arrays, not {type(value).__name__}")
 
 
@@ -312,8 +312,9 @@ def _decode_array(kind: type, value: Any) -> npt.NDArray[Any]:
     name, shape, data = value
     if name not in _ARRAY_DTYPES:
         raise ValueError(f"an array of {name!r}: allowed are {', '.join(_ARRAY_DTYPES)}")
-    return np.frombuffer(data, np.dtype(name)).reshape(shape)
+    return np.frombuffer(data, _ARRAY_DTYPES[name]).reshape(shape)
 
 
-_ARRAY_DTYPES = ("int32", "float32")
+_ARRAY_DTYPES = {name: np.dtype(name) for name in ("int32", "float32")}
+_ARRAY_NAMES = {dtype: name for name, dtype in _ARRAY_DTYPES.items()}
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)

@@ -151,8 +151,7 @@ class DecodeGraphs:
             if num_logits is not None:
                 hidden = kernels.embedding(tensors.logit_rows, hidden)
             if len(hidden):
-                logits = self._model.compute_logits(hidden)  # no rows in a rank that does not draw
-                logits = kernels.borrowed(logits) if len(logits) else logits
+                logits = kernels.borrowed(self._model.compute_logits(hidden))
         return _Recorded(graph, logits)
 
     def _tensors(self, num_seqs: int, num_rows: int, has_adapters: bool, num_logits: int | None) -> BatchTensors:

@@ -34,19 +34,20 @@ class ModelRunner:
         adapters: AdapterSlots | None = None,
         backend: kernels.Backend | None = None,
         *,
-        draws: bool = True,
+        ranks: kernels.Ranks | None = None,
         passes_on: bool = False,
     ) -> None:
         """`adapters` are those of the model, whose slots sequences may name; `backend` is that of `kv`, and must be
-        given if no layer has a cache. Without `draws` logits are computed, and nothing is made of them. A stage that
-        `passes_on` hidden states computes no logits."""
+        given if no layer has a cache. Of several `ranks`, the first one returns what is drawn. A stage that `passes_on`
+        hidden states computes no logits."""
         self.model = model
         self._adapters = adapters
         self.kv = kv
         self.block_size = block_size
         backend = backend or kernels.backend_of(kv[0].memory)
         self._workspace = backend.workspace()
-        self._sampler = Sampler(backend, logprobs_mode) if draws else IdleSampler()
+        is_first = ranks is None or ranks.shard.rank == 0
+        self._sampler = Sampler(backend, logprobs_mode, ranks) if is_first else IdleSampler(ranks)
         self._graphs: DecodeGraphs | None = None
         self._texts: TextGraphs | None = None
         self._passes_on = passes_on

@@ -73,7 +73,7 @@ class Worker:
             logprobs_mode,
             self._adapters,
             backend,
-            draws=ranks is None or ranks.shard.rank == 0,
+            ranks=ranks,
             passes_on=self._states is not None and self._states.passes_on,
         )
         self._drafts = None if draft is None else self._draft_runner(model, draft, backend)

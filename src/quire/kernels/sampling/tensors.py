@@ -1,7 +1,7 @@
 """The inputs of the sampling kernels besides the logits, as tensors."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,11 @@ class TokenLists:
 
     def __getitem__(self, index: int) -> Tensor:
         return self.ids[self.starts[index] : self.starts[index + 1]]
+
+    def between(self, start: int, end: int) -> "TokenLists":
+        """Some of the lists."""
+        starts = self.starts[start : end + 1]
+        return TokenLists(starts - starts[0], self.ids[starts[0] : starts[-1]])
 
     def fits(self, holds: Holds) -> bool:
         """Whether shapes, strides, dtypes and devices are as stated."""
@@ -54,6 +59,20 @@ class LogitChanges:
     penalties: Tensor
     """[num_rows, 3] float32. Repetition: logits of tokens in the history are divided by it where positive, else
     multiplied. Frequency: subtracted from the logit for each time the output has the token. Presence: once."""
+
+    def of_rows(self, start: int, end: int) -> "LogitChanges":
+        """Those of some rows."""
+        banned, biased = (lists.between(start, end) for lists in (self.banned, self.biased))
+        first_bias, end_bias = self.biased.starts[start], self.biased.starts[end]
+        return replace(
+            self,
+            mask_of=self.mask_of[start:end],
+            banned=banned,
+            biased=biased,
+            bias=self.bias[first_bias:end_bias],
+            history_of=self.history_of[start:end],
+            penalties=self.penalties[start:end],
+        )
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them, in the order of the native struct."""
@@ -89,6 +108,17 @@ class SamplingTensors:
     uniform: Tensor
     """[num_rows] float64 in [0, 1): the random numbers."""
     changes: LogitChanges | None = None
+
+    def of_rows(self, start: int, end: int) -> "SamplingTensors":
+        """How the tokens of some rows are drawn."""
+        return SamplingTensors(
+            self.temperature[start:end],
+            self.top_k[start:end],
+            self.top_p[start:end],
+            self.min_p[start:end],
+            self.uniform[start:end],
+            None if self.changes is None else self.changes.of_rows(start, end),
+        )
 
     def fits(self, num_rows: int, vocab: int, holds: Holds) -> bool:
         """Whether shapes, strides, dtypes and devices are as stated."""

@@ -123,11 +123,10 @@ class Decoder(CausalLM):
             if shape.is_tied
             else make_head(shape.embed_width, config.vocab_size, shape.dtype, bias=shape.head_bias)
         )
-        self._logit_changes: list[Callable[[Tensor], None]] = []
         if shape.logit_multiplier != 1.0:
-            self._logit_changes.append(partial(kernels.scale, factor=shape.logit_multiplier))
+            self.lm_head.changes += (partial(kernels.scale, factor=shape.logit_multiplier),)
         if shape.logit_softcap is not None:
-            self._logit_changes.append(partial(kernels.softcap, cap=shape.logit_softcap))
+            self.lm_head.changes += (partial(kernels.softcap, cap=shape.logit_softcap),)
 
     def _make_inputs(self, shape: DecoderShape) -> list[Step]:
         """What is done to the embeddings before the first layer."""
@@ -243,9 +242,3 @@ class Decoder(CausalLM):
                 self.passes[place] = partial(watch.run, self.passes[place])
             watched.append(watch.rows)
         return watched
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        logits = super().compute_logits(hidden)
-        for change in self._logit_changes:
-            change(logits)
-        return logits

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.config.parallel import Range
-from quire.models.layers.linear import multiply_to_logits
+from quire.models.layers.linear import LogitChange, multiply_to_logits
 from quire.models.layers.weight_format import Packed, WeightFormat, matrix_of_ranges, specs_of_ranges
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 
@@ -90,10 +90,11 @@ class TiedLmHead(nn.Module):
         super().__init__()
         self.embedding = embedding
         self.gather_out: kernels.Gather | None = None
-        """As of LmHead."""
+        """As of LmHead, and these too."""
+        self.changes: tuple[LogitChange, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_rows, hidden] -> logits [num_rows, vocab] float32."""
         table = self.embedding.table
         assert not isinstance(table, Tensor)
-        return multiply_to_logits(x, table, None, self.gather_out)
+        return multiply_to_logits(x, table, None, self.changes, self.gather_out)

@@ -1,6 +1,6 @@
 """Matrix multiplications, by weights in the format that a pass over modules chose (as they are, unless one did)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -11,6 +11,8 @@ from quire.config.parallel import Range
 from quire.models.layers.batch_tensors import BatchTensors
 from quire.models.layers.weight_format import Packed, WeightFormat, matrix_of_ranges, ranges_of, specs_of_ranges
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
+
+LogitChange = Callable[[Tensor], None]
 
 
 class Projection(WeightedLayer):
@@ -175,23 +177,32 @@ class LmHead(Projection):
     """The projection to the vocabulary; its result is float32 whatever the model computes in."""
 
     gather_out: kernels.Gather | None = None
-    """Gives the first rank the logits of all, the others keep theirs, or get none."""
+    """Gives the first rank the logits of all."""
+    changes: tuple[LogitChange, ...] = ()
+    """What is done to the logits, element by element and in place."""
 
     def __init__(self, hidden_size: int, vocab_size: int, dtype: torch.dtype, *, bias: bool = False) -> None:
         super().__init__(hidden_size, vocab_size, bias=bias, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_rows, hidden] -> logits [num_rows, vocab] float32."""
-        return multiply_to_logits(x, self.weight, self.bias, self.gather_out)
+        return multiply_to_logits(x, self.weight, self.bias, self.changes, self.gather_out)
 
 
 def multiply_to_logits(
-    x: Tensor, matrix: kernels.Matrix, bias: Tensor | None, gather: kernels.Gather | None
+    x: Tensor,
+    matrix: kernels.Matrix,
+    bias: Tensor | None,
+    changes: Sequence[LogitChange],
+    gather: kernels.Gather | None,
 ) -> Tensor:
-    """x [num_rows, hidden] -> logits [num_rows, vocab] float32. With `gather`, the matrix has a part of the columns, and
-    the first rank alone gets the logits."""
+    """x [num_rows, hidden] -> logits [num_rows, vocab] float32, and `changes` made to them. With `gather`, the matrix
+    is a part of the whole one, and the first rank gets all logits."""
     place = None if gather is None else gather.place(len(x))
     out = kernels.matmul(x, matrix, bias, torch.float32, out=place)
+    for change in changes:
+        for part in [out] if out.is_contiguous() else [out[row] for row in range(len(out))]:
+            change(part)
     if gather is None:
         return out
     return gather(out) if place is None else gather.placed(len(x))

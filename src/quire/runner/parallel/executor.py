@@ -28,6 +28,7 @@ from quire.runner.parallel.messages import (
 )
 from quire.runner.parallel.own_ranks import OwnRanks
 from quire.runner.parallel.pipeline.links import StageLinks, check_loaded
+from quire.runner.parallel.placing import move_thread
 from quire.runner.worker import States
 
 
@@ -58,7 +59,7 @@ class RanksExecutor:
             starts = [Start(count * (1 + number), 0, 0, share) for number in range(len(joined))]
             machines.send_each([to_frame(start) for start in starts])
             own.load(kv_cache, [wire.fileno() for wire in wires])
-            self._ranks, self._worker = own.ranks, own.worker
+            self._ranks, self._worker, self._cpus = own.ranks, own.worker, own.cpus
             machines.when_lost = own.ranks.stop
             self._worker.lead_drafts(self._send_pass)
             check_loaded([*own.links.wait(), *machines.wait()])
@@ -68,6 +69,8 @@ class RanksExecutor:
 
     def execute(self, batch: Batch, states: States = ()) -> StepResult:
         """As Worker."""
+        if self._cpus:
+            move_thread(self._cpus)
         self._send(Step(encode(batch), tuple(map(memoryview, states))))
         try:
             return self._worker.execute(batch, states)

@@ -35,6 +35,8 @@ class OwnRanks:
             logits_bytes = 4 * num_logits * config.model.vocab_size
         memory_bytes = kernels.rank_memory_bytes(self._num_ranks, self._slot_bytes, logits_bytes)
         self.links = Links(count, memory_bytes, launch, first)
+        self.cpus: tuple[int, ...] = ()
+        """Those of this process's rank, if ranks are pinned."""
         self.ranks: kernels.Ranks
         self.worker: Worker
 
@@ -45,6 +47,7 @@ class OwnRanks:
         shards = [Shard(self._first + rank, of_all) for rank in range(count)]
         threads = [parallel if count == 1 else rank_threads(parallel, Shard(rank, count)) for rank in range(count)]
         configs = [replace(self._config, parallel=each) for each in threads]
+        self.cpus = configs[0].parallel.cpus
         caches = [kv_cache.of_rank(shard) for shard in shards]
         shares = [to_bytes(*share) for share in zip(configs, caches, strict=True)]
         starts = [Start(s.rank, of_all, self._slot_bytes, share) for s, share in zip(shards, shares, strict=True)]

@@ -1,6 +1,7 @@
 """What an engine of several ranks needs of the machine and the model, and which CPUs each rank gets."""
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,3 +53,12 @@ def rank_threads(parallel: ParallelConfig, shard: Shard) -> ParallelConfig:
     if is_shared or not parallel.pins_ranks:
         return replace(parallel, num_threads=counts[shard.rank], cpus=())
     return replace(parallel, num_threads=None, cpus=cpus[start:end])
+
+
+def move_thread(cpus: tuple[int, ...]) -> None:
+    """Let the calling thread continue on one of these CPUs. It is not bound to them, nor are threads that it starts,
+    but it stays as a rule, since ranks that are bound to the other CPUs keep these busy."""
+    allowed = os.sched_getaffinity(0)
+    with suppress(OSError):  # the process may no longer use them
+        os.sched_setaffinity(0, cpus)
+        os.sched_setaffinity(0, allowed)

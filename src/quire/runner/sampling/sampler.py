@@ -11,6 +11,7 @@ from quire import kernels
 from quire.common.batch import ScheduledSequence, ScoredRows, StepResult, TokenLogprobs
 from quire.common.faults import fault_point
 from quire.common.params import LogprobsMode
+from quire.config.parallel import shares
 from quire.kernels import SamplingTensors
 from quire.runner.sampling.draw_tensors import DrawTensors, draws_of
 from quire.runner.sampling.processors import run_processors
@@ -22,8 +23,14 @@ MAX_LOGITS_ROWS = 64
 class Sampler:
     """Draws the tokens of a step. Keeps the tensors of the latest draws, which the next step usually has too."""
 
-    def __init__(self, backend: kernels.Backend, logprobs_mode: LogprobsMode = "raw_logprobs") -> None:
-        self._mode = logprobs_mode
+    def __init__(
+        self,
+        backend: kernels.Backend,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+        ranks: kernels.Ranks | None = None,
+    ) -> None:
+        """`ranks`: those that help to draw, by an IdleSampler each."""
+        self._mode, self._draw = logprobs_mode, SharedDraws(ranks)
         self._draws = DrawTensors((), 1)
         # Not the model's workspace: that one may reuse the memory of a decode graph's logits.
         self._workspace = backend.workspace()
@@ -42,7 +49,8 @@ class Sampler:
                 changed, errors = run_processors(logits, self._draws, sequences)
             how = self._draws.at(sequences, errors)
             fault_point("sampler.draw")
-            token_ids = kernels.sample(changed, how)
+            draw = kernels.sample if self._draws.processed_rows else self._draw
+            token_ids = draw(changed, how)
             logprobs = self._logprobs(logits, changed, how, token_ids)
         return StepResult(tuple(token_ids.tolist()), logprobs, errors=errors)
 
@@ -84,11 +92,43 @@ class Sampler:
         return results
 
 
+class SharedDraws:
+    """Draws the tokens of a step in one process, or each of several ranks a share where all have the logits."""
+
+    def __init__(self, ranks: kernels.Ranks | None) -> None:
+        self._ranks = ranks
+        self._gathers: dict[int, kernels.Gather] = {}
+        """By the number of rows: they take as long to make as to use."""
+
+    def __call__(self, logits: Tensor, how: SamplingTensors) -> Tensor:
+        """A token for each row, [num_rows] int64, in the first rank. All must call it, or none."""
+        ranks, num_rows = self._ranks, len(logits)
+        if ranks is None or num_rows == 1 or not ranks.have_all(logits):
+            return kernels.sample(logits, how)
+        counts = shares(num_rows, ranks.shard.num_ranks)
+        start, end = ranks.shard.range_of(counts)
+        own = kernels.sample(logits[start:end], how.of_rows(start, end)).view(torch.int32)  # two numbers for each
+        if num_rows not in self._gathers:
+            self._gathers[num_rows] = kernels.Gather(ranks, [2 * count for count in counts], first_only=True)
+        return self._gathers[num_rows](own[None])[0].view(torch.int64)
+
+
 class IdleSampler:
-    """In the place of a Sampler in a process whose logits another one reads: draws nothing."""
+    """In the place of a Sampler in a process whose logits another one reads. Where it has all logits, it draws its
+    share of the tokens, for the other one."""
+
+    def __init__(self, ranks: kernels.Ranks | None = None) -> None:
+        """`ranks`: those that draw together."""
+        self._ranks, self._draw, self._draws = ranks, SharedDraws(ranks), DrawTensors((), 1)
 
     def sample(self, logits: Tensor, sequences: Sequence[ScheduledSequence]) -> StepResult:
         """No tokens."""
+        if self._ranks is not None and len(logits) > 1 and self._ranks.have_all(logits):
+            draws = draws_of(sequences)
+            if draws != self._draws.draws:
+                self._draws = DrawTensors(draws, logits.shape[1])
+            if not self._draws.processed_rows:  # whose logits the other one changes for itself
+                self._draw(logits, self._draws.at(sequences, {}))
         return StepResult(())
 
     def score(

@@ -56,6 +56,10 @@ class Ranks:
             shared = torch.frombuffer(mmap.mmap(file, num_bytes, offset=start), dtype=torch.uint8)
         return cls(shard, native_kernels().RankGroup(*given, list(sockets)), shared)
 
+    def have_all(self, logits: Tensor) -> bool:
+        """Whether these are what `Gather.placed` returned in all ranks."""
+        return self.shared is not None and logits.data_ptr() == self.shared.data_ptr()
+
     def stop(self) -> None:
         """Let all ranks raise an error instead of waiting."""
         self.group.stop()
@@ -113,7 +117,7 @@ class Gather:
 
     def place(self, num_rows: int) -> Tensor | None:
         """Where this rank may write its part of a float32 result [num_rows, own columns], in memory of all ranks, so
-        that nothing is copied. None if there is none of that size. It waits until the first rank comes here, too."""
+        that nothing is copied. None if there is none of that size. It waits until all ranks come here."""
         whole = self._whole(num_rows)
         if whole is None:
             return None
@@ -122,12 +126,12 @@ class Gather:
         return whole[:, start:end]
 
     def placed(self, num_rows: int) -> Tensor:
-        """What all ranks have written to their places [num_rows, all columns], for the first one to use until its next
-        call of `place` in any Gather. The others get no rows."""
+        """What all ranks have written to their places [num_rows, all columns], in each of them, until its next call of
+        `place` in any Gather."""
         whole = self._whole(num_rows)
         assert whole is not None
-        self._move(whole, 1, self._nothing, whole, first_only=True)
-        return whole if self._shard.rank == 0 else whole[:0]
+        self._move(whole, 1, self._nothing, whole)
+        return whole
 
     def _whole(self, num_rows: int) -> Tensor | None:
         width, shared = sum(self._sizes), self._ranks.shared
