@@ -75,9 +75,9 @@ struct ActivationKind {
 struct ActivationTable {
   // x and out [rows, width] contiguous.
   void (*activation[kNumDTypes])(const ActivationKind& kind, const void* x, int64_t rows, int64_t width, void* out);
-  // x [rows, 2 * width] contiguous.
+  // x [rows, 2 * width] contiguous; rows of out lie `out_stride` elements apart.
   void (*gated_activation[kNumDTypes])(const ActivationKind& kind, const void* x, int64_t rows, int64_t width,
-                                       void* out);
+                                       void* out, int64_t out_stride);
 };
 
 // In place; x [rows, width] contiguous, but for clip, which takes rows that lie `stride` elements apart.

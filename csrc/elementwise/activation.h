@@ -98,12 +98,12 @@ QUIRE_INLINE f32 apply_gated(const ClampedSwiglu& kind, f32 gate, f32 up) {
 
 // gate: x is [gate | up], 2 * width wide.
 template <typename T, bool kGated, typename Kind>
-static void activate(const Kind& kind, const T* x, int64_t rows, int64_t width, T* out) {
+static void activate(const Kind& kind, const T* x, int64_t rows, int64_t width, T* out, int64_t out_stride) {
   const int64_t x_stride = kGated ? 2 * width : width;
   for_rows(rows, x_stride, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const T* from = x + row * x_stride;
-      T* to = out + row * width;
+      T* to = out + row * out_stride;
       for_parts(width, [=](int64_t i, int64_t n) __attribute__((always_inline)) {
         const f32 v = load_some(from + i, n);
         if constexpr (kGated) {
@@ -117,9 +117,10 @@ static void activate(const Kind& kind, const T* x, int64_t rows, int64_t width, 
 }
 
 template <typename T, bool kGated>
-static void activation(const ActivationKind& kind, const void* x, int64_t rows, int64_t width, void* out) {
+static void activation_to(const ActivationKind& kind, const void* x, int64_t rows, int64_t width, void* out,
+                          int64_t out_stride) {
   const auto run = [&](const auto& chosen) {
-    activate<T, kGated>(chosen, static_cast<const T*>(x), rows, width, static_cast<T*>(out));
+    activate<T, kGated>(chosen, static_cast<const T*>(x), rows, width, static_cast<T*>(out), out_stride);
   };
   const float* p = kind.parameters;
   switch (kind.kind) {
@@ -142,9 +143,14 @@ static void activation(const ActivationKind& kind, const void* x, int64_t rows, 
   }
 }
 
+template <typename T>
+static void activation(const ActivationKind& kind, const void* x, int64_t rows, int64_t width, void* out) {
+  activation_to<T, false>(kind, x, rows, width, out, width);
+}
+
 static constexpr ActivationTable kActivation = {
-    .activation = {activation<float, false>, activation<bf16, false>},
-    .gated_activation = {activation<float, true>, activation<bf16, true>},
+    .activation = {activation<float>, activation<bf16>},
+    .gated_activation = {activation_to<float, true>, activation_to<bf16, true>},
 };
 
 }  // namespace quire::QUIRE_ISA

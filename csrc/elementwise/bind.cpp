@@ -32,8 +32,9 @@ void bind_elementwise(nb::module_& module) {
       });
   add_kernel(
       module, "gated_activation",
-      +[](int dtype, int kind, float a, float b, float c, const void* x, int64_t rows, int64_t width, void* out) {
-        kernels().activation.gated_activation[dtype]({kind, {a, b, c}}, x, rows, width, out);
+      +[](int dtype, int kind, float a, float b, float c, const void* x, int64_t rows, int64_t width, void* out,
+          int64_t out_stride) {
+        kernels().activation.gated_activation[dtype]({kind, {a, b, c}}, x, rows, width, out, out_stride);
       });
   add_kernel(module, "scale", &KernelTable::scale, &ScaleTable::scale);
   add_kernel(module, "clip", &KernelTable::scale, &ScaleTable::clip);

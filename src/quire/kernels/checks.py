@@ -32,6 +32,11 @@ def refusal(kernel: str, expected: str, **given: object) -> KernelError:
     return KernelError(f"{kernel} takes {expected}; got {got}")
 
 
+def is_place(out: Tensor, num_rows: int, width: int) -> bool:
+    """Whether it has room for a result [num_rows, width], whose rows may lie apart."""
+    return out.shape == (num_rows, width) and (out.is_contiguous() or out.stride(1) == 1)
+
+
 class _KernelErrors:
     """A class, since contextlib's generators cost as much as a small kernel."""
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
-from quire.kernels.checks import ACTIVATIONS, DTYPES, refusal
+from quire.kernels.checks import ACTIVATIONS, DTYPES, is_place, refusal
 from quire.kernels.variants import XIELU, ActivationKind, ClampedSwiGLU
 
 
@@ -96,16 +96,26 @@ def activation(x: Tensor, kind: ActivationKind) -> Tensor:
     return backend_of(x).activation(x, kind)
 
 
-def gated_activation(x: Tensor, kind: ActivationKind) -> Tensor:
+def gated_activation(x: Tensor, kind: ActivationKind, out: Tensor | None = None) -> Tensor:
     """`act(gate) * up` for x = [gate | up]: [num_tokens, 2 * width] contiguous -> [num_tokens, width].
 
-    A ClampedSwiGLU clamps both halves first and adds one to `up`.
+    A ClampedSwiGLU clamps both halves first and adds one to `up`. `out`: where the result is written, if not in memory
+    of its own; of x's dtype, with stride 1 in a row.
     """
     shape, is_kind = x.shape, _is_plain(kind) or isinstance(kind, ClampedSwiGLU)
-    if x.dtype not in DTYPES or not is_kind or len(shape) != 2 or shape[1] % 2 or not x.is_contiguous():
-        takes = f"x [num_tokens, 2 * width] {_ACTIVATION_TAKES}, an XIELU or a ClampedSwiGLU"
-        raise refusal("gated_activation", takes, x=x, kind=kind)
-    return backend_of(x).gated_activation(x, kind)
+    if (
+        x.dtype not in DTYPES
+        or not is_kind
+        or len(shape) != 2
+        or shape[1] % 2
+        or not x.is_contiguous()
+        or (out is not None and not (is_place(out, shape[0], shape[1] // 2) and out.dtype is x.dtype))
+    ):
+        takes = (
+            f"x [num_tokens, 2 * width] {_ACTIVATION_TAKES}, an XIELU or a ClampedSwiGLU, and None or out of its size"
+        )
+        raise refusal("gated_activation", takes, x=x, kind=kind, out=out)
+    return backend_of(x).gated_activation(x, kind, out)
 
 
 def scale(x: Tensor, factor: float) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
-from quire.kernels.checks import DTYPES, kernel_errors, refusal
+from quire.kernels.checks import DTYPES, is_place, kernel_errors, refusal
 from quire.kernels.weights import HeadWeights, Matrix, PackedWeight, QuantizedWeight, StackedWeight
 
 
@@ -52,9 +52,9 @@ def matmul(
         or out_dtype not in DTYPES
         or not (x.is_contiguous() or k <= 1 or x.stride(1) == 1)
         or (bias is not None and not _is_bias(backend, bias, packed.n))
-        or (out is not None and not _takes(backend, out, shape[0], packed.n))
+        or (out is not None and not (is_place(out, shape[0], packed.n) and out.dtype is out_dtype))
     ):
-        raise _refusal(x, packed, bias, out_dtype)
+        raise _refusal(x, packed, bias, out_dtype, out)
     with kernel_errors():
         if out is None:
             out = backend.empty((shape[0], packed.n), out_dtype)
@@ -126,19 +126,15 @@ def _multiply(
         backend.quantized_matmul(x, packed, bias, out)
 
 
-def _takes(backend: Backend, out: Tensor, num_rows: int, n: int) -> bool:
-    return out.shape == (num_rows, n) and (out.is_contiguous() or out.stride(1) == 1) and backend.holds(out)
-
-
 def _is_bias(backend: Backend, bias: Tensor, n: int) -> bool:
     return bias.dtype is torch.float32 and bias.shape == (n,) and bias.is_contiguous() and backend.holds(bias)
 
 
-def _refusal(x: Tensor, packed: Matrix, bias: Tensor | None, out_dtype: torch.dtype) -> Exception:
+def _refusal(x: Tensor, packed: Matrix, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None) -> Exception:
     dtype = str(packed.dtype).removeprefix("torch.")
     takes = (
         f"x [num_tokens, {packed.k}] {dtype} with stride 1 in the last dimension for this weight "
         f"[{packed.n}, {packed.k}] {dtype} on {packed.data.device}, a contiguous float32 bias [{packed.n}] or None, on "
-        f"the same device, and out_dtype float32 or bfloat16, or out [num_tokens, {packed.n}] of such a dtype"
+        f"the same device, out_dtype float32 or bfloat16, and None or out [num_tokens, {packed.n}] of that dtype"
     )
-    return refusal("matmul", takes, x=x, bias=bias, out_dtype=out_dtype)
+    return refusal("matmul", takes, x=x, bias=bias, out_dtype=out_dtype, out=out)

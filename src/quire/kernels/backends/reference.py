@@ -282,13 +282,15 @@ def rotary_embedding(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved:
     x[..., :rotary_dim] = rotated.flatten(-2).to(x.dtype)
 
 
-def gated_activation(x: Tensor, kind: ActivationKind) -> Tensor:
+def gated_activation(x: Tensor, kind: ActivationKind, out: Tensor | None = None) -> Tensor:
     """`act(gate) * up` for x = [gate | up]: [num_tokens, 2 * width] -> [num_tokens, width]."""
     gate, up = x.float().chunk(2, dim=-1)
     if isinstance(kind, ClampedSwiGLU):
         gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit) + 1
-        return (gate * torch.sigmoid(kind.alpha * gate) * up).to(x.dtype)
-    return (_activated(gate, kind) * up).to(x.dtype)
+        result = gate * torch.sigmoid(kind.alpha * gate) * up
+    else:
+        result = _activated(gate, kind) * up
+    return result.to(x.dtype) if out is None else out.copy_(result)
 
 
 def activation(x: Tensor, kind: ActivationKind) -> Tensor:

@@ -178,7 +178,7 @@ class ShapesBackend(ReferenceBackend):
     rms_norm = add_rms_norm = layer_norm = add_layer_norm = head_layer_norm = _like  # type: ignore[assignment]
     activation = paged_attention = _like  # type: ignore[assignment]
 
-    def gated_activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
+    def gated_activation(self, x: Tensor, kind: ActivationKind, out: Tensor | None = None) -> Tensor:
         return self.empty((len(x), x.shape[1] // 2), x.dtype)
 
     def _nothing(self, *_: object) -> None: ...

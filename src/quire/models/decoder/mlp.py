@@ -25,7 +25,9 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
         """x [num_tokens, hidden] -> as x."""
-        out: Tensor = self.down_proj(kernels.gated_activation(self.gate_up_proj(x, batch), self.act), batch)
+        place = self.down_proj.place(x)
+        x = kernels.gated_activation(self.gate_up_proj(x, batch), self.act, place)
+        out: Tensor = self.down_proj(x, batch, is_placed=place is not None)
         return out
 
 

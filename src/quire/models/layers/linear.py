@@ -104,10 +104,18 @@ class Linear(Projection):
     gather_in: kernels.Gather | None = None
     gather_out: kernels.Gather | None = None
 
-    def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
-        """x [num_tokens, in_features] -> [num_tokens, sum(out_features)]; row i is of the batch's token i."""
-        out = self.product(x if self.gather_in is None else self.gather_in(x), batch)
+    def forward(self, x: Tensor, batch: BatchTensors, *, is_placed: bool = False) -> Tensor:
+        """x [num_tokens, in_features] -> [num_tokens, sum(out_features)]; row i is of the batch's token i. `is_placed`:
+        x was written to the `place`."""
+        if self.gather_in is not None:
+            x = self.gather_in.placed(len(x), x.dtype) if is_placed else self.gather_in(x)
+        out = self.product(x, batch)
         return out if self.gather_out is None else self.gather_out(out)
+
+    def place(self, x: Tensor) -> Tensor | None:
+        """Where ranks may write the x of `forward`, of as many rows as this x, without a copy. What is there is read by
+        the product, and then the ranks gather that, so they need not wait."""
+        return None if self.gather_in is None else self.gather_in.place(len(x), x.dtype, waits=False)
 
     def product(self, x: Tensor, batch: BatchTensors) -> Tensor:
         """The columns that this rank has, [num_tokens, n], of the whole x."""

@@ -298,11 +298,12 @@ class NativeBackend:
         self.native.activation(DTYPE_CODES[dtype], *activation_code(kind), x.data_ptr(), rows, width, out.data_ptr())
         return out
 
-    def gated_activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
+    def gated_activation(self, x: Tensor, kind: ActivationKind, out: Tensor | None = None) -> Tensor:
         (rows, double_width), dtype = x.shape, x.dtype
-        width = double_width // 2
-        out, codes = empty((rows, width), dtype), (DTYPE_CODES[dtype], *activation_code(kind))
-        self.native.gated_activation(*codes, x.data_ptr(), rows, width, out.data_ptr())
+        width, codes = double_width // 2, (DTYPE_CODES[dtype], *activation_code(kind))
+        if out is None:
+            out = empty((rows, width), dtype)
+        self.native.gated_activation(*codes, x.data_ptr(), rows, width, *place(out)[:2])
         return out
 
     def write_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:

@@ -115,30 +115,32 @@ class Gather:
             self._move(x, len(x), self._bounds[x.element_size()], out, first_only=self._first_only)
         return out
 
-    def place(self, num_rows: int) -> Tensor | None:
-        """Where this rank may write its part of a float32 result [num_rows, own columns], in memory of all ranks, so
-        that nothing is copied. None if there is none of that size. It waits until all ranks come here."""
-        whole = self._whole(num_rows)
+    def place(self, num_rows: int, dtype: torch.dtype = torch.float32, *, waits: bool = True) -> Tensor | None:
+        """Where this rank may write its part of a result [num_rows, own columns], in memory of all ranks, so that
+        nothing is copied. None if there is none of that size. It `waits` until all ranks come here; it need not where
+        the ranks have gathered something else since all of them have read what was placed before."""
+        whole = self._whole(num_rows, dtype)
         if whole is None:
             return None
-        self._move(whole, 1, self._nothing, whole)
+        if waits:
+            self._move(whole, 1, self._nothing, whole)
         start, end = self._shard.range_of(self._sizes)
         return whole[:, start:end]
 
-    def placed(self, num_rows: int) -> Tensor:
-        """What all ranks have written to their places [num_rows, all columns], in each of them, until its next call of
+    def placed(self, num_rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """What all ranks have written to their places [num_rows, all columns], in each of them, until a next call of
         `place` in any Gather."""
-        whole = self._whole(num_rows)
+        whole = self._whole(num_rows, dtype)
         assert whole is not None
         self._move(whole, 1, self._nothing, whole)
         return whole
 
-    def _whole(self, num_rows: int) -> Tensor | None:
+    def _whole(self, num_rows: int, dtype: torch.dtype) -> Tensor | None:
         width, shared = sum(self._sizes), self._ranks.shared
-        num_bytes = 4 * num_rows * width
+        num_bytes = dtype.itemsize * num_rows * width
         if shared is None or num_bytes > shared.nbytes:
             return None
-        return shared[:num_bytes].view(torch.float32).view(num_rows, width)
+        return shared[:num_bytes].view(dtype).view(num_rows, width)
 
     def _move(self, x: Tensor, num_rows: int, bounds: np.ndarray, out: Tensor, *, first_only: bool = False) -> None:
         given = self._ranks.group.address, x.data_ptr(), num_rows, bounds.ctypes.data, out.data_ptr()
