@@ -13,6 +13,8 @@ void bind_ranks(nb::module_& module) {
   nb::class_<RankGroup>(module, "RankGroup")
       .def(nb::init<int, int, int, int64_t, int64_t, int, int, const std::vector<int>&>())
       .def_prop_ro("address", [](RankGroup& group) { return reinterpret_cast<uintptr_t>(&group); })
+      .def_prop_ro("memory", [](RankGroup& group) { return reinterpret_cast<uintptr_t>(group.memory()); })
+      .def_prop_ro("size", &RankGroup::size)
       .def("stop", &RankGroup::stop)
       .def("restart", &RankGroup::restart);
   module.def("rank_memory_bytes", &RankGroup::memory_bytes);

@@ -2,6 +2,7 @@
 
 #include <sched.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -51,6 +52,11 @@ void wake(std::atomic<uint32_t>& word) {
 #endif
 }
 
+int64_t file_bytes(int file) {
+  struct stat found;
+  return fstat(file, &found) == 0 ? int64_t(found.st_size) : 0;
+}
+
 // Calls copy(begin, end) for ranges of rows that together cover [begin, end).
 template <typename Copy>
 void for_row_ranges(int64_t begin, int64_t end, int64_t row_bytes, const Copy& copy) {
@@ -84,7 +90,8 @@ int64_t RankGroup::memory_bytes(int count, int64_t slot_bytes) {
 
 RankGroup::RankGroup(int file, int rank, int count, int64_t slot_bytes, int64_t patience, int first, int own,
                      const std::vector<int>& sockets)
-    : rank_(rank),
+    : size_(file_bytes(file)),
+      rank_(rank),
       count_(count),
       parent_(getppid()),
       first_(first),
@@ -92,8 +99,10 @@ RankGroup::RankGroup(int file, int rank, int count, int64_t slot_bytes, int64_t 
       slot_bytes_(slot_bytes),
       patience_(patience) {
   static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == 4);
-  void* memory = mmap(nullptr, size_t(memory_bytes(count, slot_bytes)), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  if (memory == MAP_FAILED) throw std::runtime_error("the memory that ranks share cannot be mapped");
+  void* memory = mmap(nullptr, size_t(size_), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (memory == MAP_FAILED || size_ < memory_bytes(count, slot_bytes)) {
+    throw std::runtime_error("the memory that ranks share cannot be mapped");
+  }
   memory_ = static_cast<char*>(memory);
   if (!sockets.empty()) {
     auto& is_stopped = reinterpret_cast<Header*>(memory_)->is_stopped;
@@ -101,7 +110,7 @@ RankGroup::RankGroup(int file, int rank, int count, int64_t slot_bytes, int64_t 
   }
 }
 
-RankGroup::~RankGroup() { munmap(memory_, size_t(memory_bytes(count_, slot_bytes_))); }
+RankGroup::~RankGroup() { munmap(memory_, size_t(size_)); }
 
 RankGroup::Post& RankGroup::post(int rank) const { return reinterpret_cast<Post*>(memory_ + sizeof(Header))[rank]; }
 

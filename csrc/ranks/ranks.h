@@ -5,6 +5,9 @@
 // is written again only after all have read it, and nothing but the pieces is ever copied. A rank that waits spins,
 // then yields its CPU, then sleeps, so that ranks which share a CPU come on too.
 //
+// What is behind the slots in the memory is for callers: results that ranks write where all read them. A call that
+// moves no bytes is a meeting of the ranks.
+//
 // Ranks of other machines have slots here too. The first rank of a machine sends them what this machine's ranks wrote,
 // fills their slots with what comes, and then writes their counters, so the others need not know where a rank is.
 #pragma once
@@ -21,9 +24,10 @@ namespace quire {
 
 class RankGroup {
  public:
-  // Maps the memory of the file, of memory_bytes(count, slot_bytes) zeros. A slot holds the largest row of a part. A
-  // rank that waits `patience` tenths of a second for another one throws std::runtime_error; 0: it waits for ever. The
-  // ranks [first, first + own) are on this machine, and `sockets` lead its first rank to the others, as Wire says.
+  // Maps the memory of the file, of at least memory_bytes(count, slot_bytes) zeros. A slot holds the largest row of a
+  // part. A rank that waits `patience` tenths of a second for another one throws std::runtime_error; 0: it waits for
+  // ever. The ranks [first, first + own) are on this machine, and `sockets` lead its first rank to the others, as Wire
+  // says.
   RankGroup(int file, int rank, int count, int64_t slot_bytes, int64_t patience, int first, int own,
             const std::vector<int>& sockets);
   ~RankGroup();
@@ -31,6 +35,10 @@ class RankGroup {
   RankGroup& operator=(const RankGroup&) = delete;
 
   static int64_t memory_bytes(int count, int64_t slot_bytes);
+
+  // The memory of the file, all of it.
+  char* memory() const { return memory_; }
+  int64_t size() const { return size_; }
 
   // x [rows, own part] contiguous -> out [rows, all parts], rows `stride` bytes apart; the part of rank r is the bytes
   // [bounds[r], bounds[r + 1]) of a row. With `first_only` rank 0 alone gets them.
@@ -74,6 +82,7 @@ class RankGroup {
   void cross(const Rows& rows, int64_t count);
 
   char* memory_;
+  const int64_t size_;
   const int rank_, count_, parent_, first_, own_;
   const int64_t slot_bytes_, patience_;
   uint32_t piece_ = 0;

@@ -188,6 +188,19 @@ def test_activations_are_the_references(isa, dtype, kind):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gate_writes_to_columns_of_a_wider_result_and_leaves_the_others_alone(isa, dtype):
+    with using(isa):
+        for rows, width in SHAPES:
+            x, whole = 3 * randn(rows, 2 * width).to(dtype), torch.full((rows, width + 9), 7.0, dtype=dtype)
+            out = kernels.gated_activation(x, "silu", whole[:, 4 : 4 + width])
+            assert torch.equal(out, kernels.gated_activation(x, "silu"))
+            assert torch.equal(out, whole[:, 4 : 4 + width])
+            assert whole[:, :4].eq(7).all()
+            assert whole[:, 4 + width :].eq(7).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [ClampedSwiGLU(), ClampedSwiGLU(1.5, 1.0)], ids=str)
 def test_a_gate_with_limits_is_the_references(isa, dtype, kind):
     with using(isa):
@@ -356,6 +369,9 @@ COS_SIN = torch.zeros(9, 8)
         (lambda: kernels.softcap(torch.zeros(8, 2).T, 2.0), "strides"),
         (lambda: kernels.softcap(torch.zeros(8), 0.0), r"a cap above 0; .*cap: 0\.0"),
         (lambda: kernels.gated_activation(torch.zeros(2, 7), "silu"), r"2 \* width.*got x: float32 \[2, 7\]"),
+        (lambda: kernels.gated_activation(torch.zeros(2, 8), "silu", torch.zeros(2, 3)), r"out: float32 \[2, 3\]"),
+        (lambda: kernels.gated_activation(torch.zeros(2, 8), "silu", torch.zeros(4, 2).T), r"out: .*strides \[1, 2\]"),
+        (lambda: kernels.gated_activation(torch.zeros(2, 8), "silu", torch.zeros(2, 4).bfloat16()), "out: bfloat16"),
         (lambda: kernels.rotary_embedding(HEADS, POSITIONS.int(), COS_SIN), "positions: int32"),
         (lambda: kernels.rotary_embedding(HEADS, POSITIONS[:2], COS_SIN), r"positions: int64 \[2\]"),
         (lambda: kernels.rotary_embedding(HEADS, POSITIONS, torch.zeros(9, 10)), r"cos_sin: float32 \[9, 10\]"),

@@ -138,6 +138,36 @@ def test_no_weights_and_no_inputs_give_empty_and_zero_products():
     assert kernels.matmul(torch.zeros(3, 0), kernels.pack_weight(torch.zeros(2, 0))).eq(0).all()
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("format", [None, "int8", "int4"])
+def test_products_are_written_to_columns_of_a_wider_result(isa, format):
+    weight = make_weight(70, 64, torch.float32)
+    with using(isa):
+        packed = kernels.pack_weight(weight) if format is None else kernels.quantize_weight(weight, format)
+        for rows, dtype in [(1, torch.float32), (5, torch.bfloat16), (40, torch.float32)]:
+            x, whole = randn(rows, 64, seed=rows), torch.full((rows, 99), 7.0, dtype=dtype)
+            out = kernels.matmul(x, packed, randn(70), out=whole[:, 16:86])
+            assert torch.equal(out, kernels.matmul(x, packed, randn(70), dtype))
+            assert torch.equal(out, whole[:, 16:86])
+            assert whole[:, :16].eq(7).all()
+            assert whole[:, 86:].eq(7).all()
+
+
+@pytest.mark.parametrize(
+    ("out", "told"),
+    [
+        (torch.zeros(2, 4), r"out \[num_tokens, 3\].*out: float32 \[2, 4\]"),
+        (torch.zeros(3, 2).T, r"out: float32 \[2, 3\] strides \[1, 2\]"),
+        (torch.zeros(2, 3).half(), r"out_dtype: torch\.float16, out: float16"),
+    ],
+)
+def test_a_place_that_does_not_fit_is_refused(out, told):
+    with pytest.raises(KernelError, match=told):
+        kernels.matmul(torch.zeros(2, 5), kernels.pack_weight(torch.zeros(3, 5)), out=out)
+    with pytest.raises(KernelError, match=r"out_dtype: torch\.bfloat16, out: float32"):
+        kernels.matmul(torch.zeros(2, 5), kernels.pack_weight(torch.zeros(3, 5)), None, torch.bfloat16, out=out.float())
+
+
 @pytest.mark.parametrize(
     ("x", "bias", "out_dtype", "told"),
     [

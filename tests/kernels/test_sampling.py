@@ -63,6 +63,20 @@ def is_decided(logits: Tensor, temperature: float, top_k: int, top_p: float, min
     return bool(cut_margin > 1e-9) and bool((kept[:-1] - uniform).abs().amin() > 1e-9 if len(kept) > 1 else True)
 
 
+@settings(max_examples=examples(60), deadline=None)
+@given(seed=st.integers(0, 2**32), num_rows=st.integers(1, 9))
+def test_the_tokens_of_some_rows_are_those_of_all(seed: int, num_rows: int) -> None:
+    rng, vocab = random.Random(seed), 45
+    logits = torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+    changes = make_changes([random_row(rng, vocab) for _ in range(num_rows)], vocab) if rng.random() < 0.8 else None
+    uniform = torch.tensor([rng.random() for _ in range(num_rows)], dtype=torch.float64)
+    how = drawing(num_rows, uniform, rng.choice([0.0, 0.7]), rng.choice([0, 5]), 0.9, 0.01, changes)
+    start = rng.randint(0, num_rows)
+    end = rng.randint(start, num_rows)
+    some = kernels.sample(logits[start:end], how.of_rows(start, end))
+    assert torch.equal(some, kernels.sample(logits, how)[start:end])
+
+
 @pytest.mark.essential
 @pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=examples(80), deadline=None)

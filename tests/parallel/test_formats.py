@@ -24,6 +24,7 @@ from tests.models.small_checkpoint import SMALL
 from tests.models.variants import VARIANTS
 
 pytestmark = needs_native
+SMAPS = Path("/proc/self/smaps")
 
 
 def check(config: ModelConfig, *, is_tiny: bool = False) -> None:
@@ -98,3 +99,20 @@ def test_other_floats(name: str, llama: Path, tmp_path: Path) -> None:
 def test_gguf_files(kinds: Callable[..., Any] | None, quantization: str | None, llama: Path, tmp_path: Path) -> None:
     path = convert(llama, tmp_path / "m.gguf", *([] if kinds is None else [kinds]))
     check(ModelConfig.resolve(path, quantization=quantization))
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="this system does not say which memory is in huge pages")
+@pytest.mark.parametrize("format", [None, "int8"])
+def test_the_rows_of_a_rank_lie_in_huge_pages_where_there_are_some(format: str | None) -> None:
+    weight = torch.ones(40_000, 512)
+    whole = kernels.pack_weight(weight) if format is None else kernels.quantize_weight(weight, format)
+    part = kernels.take_rows(whole, [(100, 40_000)])
+    assert not isinstance(part, kernels.StackedWeight)
+    middle, flags = part.address + part.data.nbytes // 2, ""
+    for line in SMAPS.read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first:
+            start, end = (int(each, 16) for each in first.split("-"))
+        elif first == "VmFlags:" and start <= middle < end:
+            flags = rest
+    assert "hg" in flags.split()

@@ -17,12 +17,13 @@ from tests.kernels.isas import needs_native
 
 pytestmark = needs_native
 SLOT_BYTES = 1024
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Group:
     """Ranks of some machines, each in a thread of its own when they gather."""
 
-    def __init__(self, num_ranks: int, num_machines: int, patience_s: float = 30.0) -> None:
+    def __init__(self, num_ranks: int, num_machines: int, patience_s: float = 30.0, shared_bytes: int = 0) -> None:
         own = num_ranks // num_machines
         self.wires = [socket.socketpair() for _ in range(num_machines - 1)]
         self.files = [os.memfd_create("ranks") for _ in range(num_machines)]
@@ -30,7 +31,7 @@ class Group:
         for rank in range(num_ranks):
             machine = rank // own
             file = self.files[machine]
-            os.ftruncate(file, kernels.rank_memory_bytes(num_ranks, SLOT_BYTES))
+            os.ftruncate(file, kernels.rank_memory_bytes(num_ranks, SLOT_BYTES, shared_bytes))
             sockets = [theirs.fileno() for _, theirs in self.wires[machine - 1 : machine]]
             if machine == 0:
                 sockets = [ours.fileno() for ours, _ in self.wires]
@@ -112,6 +113,47 @@ def test_parts_of_all_machines_are_put_side_by_side(
         ):
             assert torch.equal(all_of_it, whole)
             assert torch.equal(at_first, its[rank] if rank else whole)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_parts_that_are_written_where_all_read_them_are_not_copied(num_ranks: int, make: Callable[..., Group]) -> None:
+    sizes = [32 - 3 * rank for rank in range(num_ranks)]
+    group = make(num_ranks, 1, 30.0, 4 * 60 * sum(sizes))
+    wholes = [torch.randn(rows, sum(sizes)).to(dtype) for dtype in DTYPES for rows in (1, 5, 60)] * 20
+    parts = [parts_of(whole, sizes) for whole in wholes]
+    assert not group.ranks[0].have_all(wholes[0])
+
+    def call(ranks: kernels.Ranks) -> None:
+        gather = kernels.Gather(ranks, sizes)
+        assert gather.place(61) is None
+        for whole, part in zip(wholes, parts, strict=True):
+            place = gather.place(len(whole), whole.dtype)
+            assert place is not None
+            place.copy_(part[ranks.shard.rank])
+            placed = gather.placed(len(whole), whole.dtype)
+            assert torch.equal(placed, whole)
+            assert ranks.have_all(placed)
+
+    assert group.run(call) == [None] * num_ranks
+    assert kernels.Gather(make(2, 2).ranks[0], [32, 32]).place(1) is None
+
+
+def test_a_place_is_written_again_only_when_all_ranks_have_come_for_it(make: Callable[..., Group]) -> None:
+    group, events = make(2, 1, 30.0, 4 * 64), list[str]()
+    may_go = threading.Event()
+
+    def call(ranks: kernels.Ranks) -> None:
+        gather = kernels.Gather(ranks, [32, 32])
+        if ranks.shard.rank == 0:
+            may_go.wait(30)
+            events.append("read")
+        else:
+            may_go.set()
+        assert gather.place(1) is not None
+        events.append("placed")
+
+    group.run(call)
+    assert events == ["read", "placed", "placed"]
 
 
 @pytest.mark.parametrize(("num_ranks", "num_machines"), LAYOUTS)

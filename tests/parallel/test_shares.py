@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire import ConfigError, EngineArgs
+from quire import ConfigError, EngineArgs, SamplingParams
 from quire.cli import main
 from quire.common.errors import OutOfMemoryError
 from quire.config.kv_cache import AttentionSpec, LatentSpec, attention_spec
@@ -17,10 +17,11 @@ from quire.config.kv_layout import kv_cache_config
 from quire.config.parallel import NodesConfig, ParallelConfig, Shard, cut, divide_layers, key_heads, query_heads
 from quire.engine.routing.replicas import replica_args
 from quire.runner.memory_plan import plan_memory
-from quire.runner.parallel import placing
+from quire.runner.parallel import executor, placing
 from quire.runner.parallel.pipeline.planning import stage_configs
-from quire.runner.parallel.placing import rank_threads
+from quire.runner.parallel.placing import move_thread, rank_threads
 from tests.kernels.isas import needs_native
+from tests.parallel.ranks import of_ranks
 from tests.speculation import heads
 
 
@@ -209,6 +210,31 @@ def test_ranks_have_cpus_of_their_own(
     parallel = ParallelConfig(**{"num_threads": None, "tensor_parallel_size": 3} | given)
     found = [rank_threads(parallel, shard) for shard in shards(3)]
     assert [each.cpus or each.num_threads for each in found] == expected
+
+
+def test_a_thread_is_moved_to_the_cpus_of_its_rank_and_not_bound_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[Any]()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: calls.append((pid, set(cpus))), raising=False)
+    move_thread((2, 3))
+    assert calls == [(0, {2, 3}), (0, {0, 1, 2, 3})]
+
+    def refuse(pid: int, cpus: Any) -> None:
+        raise OSError("not allowed")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse, raising=False)
+    move_thread((2, 3))
+
+
+def test_rank_0_steps_on_its_own_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = list[tuple[int, ...]]()
+    monkeypatch.setattr(placing, "neighbours_first", lambda cpus: [6, 7])
+    monkeypatch.setattr(placing, "cpu_quota", lambda root: None)
+    monkeypatch.setattr(executor, "move_thread", moved.append)
+    for how, expected in [({}, {(6,)}), ({"cpu_list": "any"}, set[Any]())]:
+        moved.clear()
+        of_ranks(2, [[5, 6, 7]], [SamplingParams(max_tokens=3)], model="quire-tiny", max_model_len=64, **how)
+        assert set(moved) == expected
 
 
 def test_engines_of_several_ranks_get_cpus_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,20 @@
 """What stands in the place of a sampler in a process whose logits another one reads."""
 
-import torch
+import random
+from collections.abc import Sequence
+from typing import Any
 
+import pytest
+import torch
+from msgspec.structs import replace
+
+from quire import kernels
 from quire.common.batch import ScheduledSequence, ScoredRows, StepResult
-from quire.runner.sampling.sampler import MAX_LOGITS_ROWS, IdleSampler
+from quire.runner.sampling.sampler import MAX_LOGITS_ROWS, IdleSampler, Sampler
+from tests.kernels.isas import needs_native
+from tests.parallel.test_gathers import Group
 from tests.sampling.plain import sequence
-from tests.sampling.test_sampler import GREEDY
+from tests.sampling.test_sampler import CPU, GREEDY, VOCAB, random_sequence
 
 
 def scoring(seq_id: int, num_tokens: int, row: int, num_scored: int, num_top: int) -> ScheduledSequence:
@@ -36,3 +45,48 @@ def test_it_computes_the_logits_of_all_scored_rows_and_returns_nothing() -> None
         wanted[2 * MAX_LOGITS_ROWS :],
         list(range(long + 10, long + 15)),
     ]
+
+
+def without_processors(s: ScheduledSequence) -> ScheduledSequence:
+    assert s.drawn is not None
+    draws = tuple(replace(draw, processors=()) for draw in s.drawn.draws)
+    return replace(s, drawn=replace(s.drawn, draws=draws))
+
+
+@needs_native
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_that_have_all_logits_draw_a_share_of_the_tokens_each(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(num_ranks)
+    steps = [[random_sequence(rng, i) for i in range(count)] for count in (1, 2, 3, 12, 12, 1, 7)]
+    steps[:4] = [[without_processors(s) for s in step] for step in steps[:4]]
+    logits = [torch.randn(sum(len(s.drawn.draws) for s in step), VOCAB) * 3 for step in steps]
+    alone = Sampler(CPU)
+    expected = [alone.sample(each, step) for each, step in zip(logits, steps, strict=True)]
+    drawn, sample = list[int](), kernels.sample
+
+    def counted(some: torch.Tensor, how: kernels.SamplingTensors) -> torch.Tensor:
+        drawn.append(len(some))
+        return sample(some, how)
+
+    monkeypatch.setattr(kernels, "sample", counted)
+    group = Group(num_ranks, 1, 30.0, max(each.nbytes for each in logits))
+
+    def run(ranks: kernels.Ranks) -> Sequence[Any]:
+        sampler = IdleSampler(ranks) if ranks.shard.rank else Sampler(CPU, ranks=ranks)
+        gather, results = kernels.Gather(ranks, [VOCAB, *[0] * (num_ranks - 1)]), list[Any]()
+        for each, step in zip(logits, steps, strict=True):
+            place = gather.place(len(each))
+            assert place is not None
+            if ranks.shard.rank == 0:
+                place.copy_(each)
+            results.append(sampler.sample(gather.placed(len(each)), step))
+        return results
+
+    first, *others = group.run(run)
+    group.close()
+    assert [each.token_ids for each in first] == [each.token_ids for each in expected]
+    assert others == [[StepResult(())] * len(steps)] * (num_ranks - 1)
+    assert sum(drawn) == sum(map(len, logits))
+    assert len(drawn) > len(steps)

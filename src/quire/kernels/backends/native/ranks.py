@@ -3,8 +3,8 @@
 The kernels are native only (csrc/ranks): the reference computes in one process.
 """
 
+import ctypes
 import mmap
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,10 +51,8 @@ class Ranks:
         of this machine, if there are others, to which the `sockets` lead its first rank (csrc/ranks/wire.h)."""
         first, end = own or (0, shard.num_ranks)
         given = file, shard.rank, shard.num_ranks, slot_bytes, round(10 * patience_s), first, end - first
-        start, shared = _shared_from(shard.num_ranks, slot_bytes), None
-        if (num_bytes := os.fstat(file).st_size - start) > 0:
-            shared = torch.frombuffer(mmap.mmap(file, num_bytes, offset=start), dtype=torch.uint8)
-        return cls(shard, native_kernels().RankGroup(*given, list(sockets)), shared)
+        group, start = native_kernels().RankGroup(*given, list(sockets)), _shared_from(shard.num_ranks, slot_bytes)
+        return cls(shard, group, _shared_memory(group, start) if group.size > start else None)
 
     def have_all(self, logits: Tensor) -> bool:
         """Whether these are what `Gather.placed` returned in all ranks."""
@@ -89,9 +87,15 @@ def rank_memory_bytes(num_ranks: int, slot_bytes: int, shared_bytes: int = 0) ->
 
 
 def _shared_from(num_ranks: int, slot_bytes: int) -> int:
-    """Where in the file the memory begins that is not slots."""
+    """Where in the file the memory begins that is not slots: at the next page."""
     num_bytes = int(native_kernels().rank_memory_bytes(num_ranks, slot_bytes))
-    return -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _shared_memory(group: Any, start: int) -> Tensor:
+    memory = (ctypes.c_char * (group.size - start)).from_address(group.memory + start)
+    memory.group = group  # which has it mapped
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class Gather:
