@@ -45,7 +45,7 @@ class Worker:
         ranks: kernels.Ranks | None = None,
     ) -> None:
         """Without `lora`, no adapters can be loaded. `draft` is a model that drafts for the other. With `ranks`, this
-        is one of several processes that compute each step together: `kv_cache` is its part, and rank 0 alone draws."""
+        is one of several processes that compute each step together: `kv_cache` is its part, and rank 0 alone returns tokens."""
         backend = kernels.backend_for("cpu")
         self._threads = backend.threads(parallel.num_threads, parallel.cpus)
         self.cache_engine = CacheEngine(kv_cache, backend)
@@ -124,7 +124,7 @@ class Worker:
             return result if self._drafts is None else self._drafts.run(batch.sequences, result)
 
     def follow(self, batch: Batch, states: States = ()) -> None:
-        """As `execute`, in a rank that draws no tokens."""
+        """As `execute`, in a rank that returns no tokens."""
         with self._threads:
             self._begin(batch, states)
             self.runner.run(batch)

@@ -36,8 +36,8 @@ class RanksExecutor:
     """Computes each step in this process and others, of which each has a part of the model and of the KV cache.
 
     All get the same batch and run the same kernels, which wait for each other where parts are put together. This one
-    alone draws. A failure anywhere fails the step in all of them, and they begin anew. If a rank ends, so does this:
-    each call raises EngineBrokenError.
+    alone returns tokens. A failure anywhere fails the step in all of them, and they begin anew. If a rank ends, so does
+    this: each call raises EngineBrokenError.
     """
 
     pooler: PoolerInfo | None = None

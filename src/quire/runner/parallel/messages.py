@@ -29,7 +29,7 @@ class Start(Message):
 
 
 class Step(Message):
-    """Execute a batch, without drawing tokens."""
+    """Execute a batch."""
 
     batch: bytes
     """As `quire.common.batch.encode` writes it."""

@@ -1,4 +1,4 @@
-"""A rank: computes its part of what rank 0 asks for, and draws no tokens.
+"""A rank: computes its part of what rank 0 asks for.
 
 Started as `python -m quire.runner.parallel.rank_process SOCKET MEMORY`, with two descriptors. It ends when rank 0
 closes the socket, or ends itself.

@@ -34,7 +34,8 @@ class Ranks:
         self.shard = shard
         self.group = group
         self.shared = shared
-        """Memory [num_bytes] uint8 of all ranks, where each may write its part of what the first one reads."""
+        """Memory [num_bytes] uint8 of all ranks, where each may write its part of what all read; mapped as long as the
+        group lives."""
 
     @classmethod
     def join(
@@ -93,8 +94,8 @@ def _shared_from(num_ranks: int, slot_bytes: int) -> int:
 
 
 def _shared_memory(group: Any, start: int) -> Tensor:
+    """The tensor does not keep the group alive, which has the memory mapped."""
     memory = (ctypes.c_char * (group.size - start)).from_address(group.memory + start)
-    memory.group = group  # which has it mapped
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
