@@ -45,7 +45,8 @@ class Worker:
         ranks: kernels.Ranks | None = None,
     ) -> None:
         """Without `lora`, no adapters can be loaded. `draft` is a model that drafts for the other. With `ranks`, this
-        is one of several processes that compute each step together: `kv_cache` is its part, and rank 0 alone returns tokens."""
+        is one of several processes that compute each step together: `kv_cache` is its part, and rank 0 alone returns
+        tokens."""
         backend = kernels.backend_for("cpu")
         self._threads = backend.threads(parallel.num_threads, parallel.cpus)
         self.cache_engine = CacheEngine(kv_cache, backend)
