@@ -83,7 +83,8 @@ def compare(args: argparse.Namespace) -> None:
     given: dict[str, Any] = {"quantization": args.quantization, "max_model_len": 1100, "kv_cache_memory": "256MiB"}
     given |= {"speculative_config": {"method": "off"}, "max_num_batched_tokens": 1024}
     one = Decoding(LLM(args.model, num_threads=args.ranks, **given))
-    ranks = Decoding(LLM(args.model, tensor_parallel_size=args.ranks, **given))
+    cpus = ",".join(map(str, CPUS[: args.ranks]))
+    ranks = Decoding(LLM(args.model, tensor_parallel_size=args.ranks, cpu_list=cpus, **given))
     for num_prompts in args.prompts:
         for each in (one, ranks):
             each.begin(num_prompts, args.steps + TURN)
