@@ -29,7 +29,7 @@ from tests.parallel.ranks import answers, in_threads
 
 pytestmark = needs_native
 PROMPTS = [[5, 6, 7, 8, 9, 10], [100, 200, 300] * 9, [7] * 3]
-PARAMS = [SamplingParams(temperature=0.8, seed=i, max_tokens=12, ignore_eos=True, logprobs=1) for i in range(3)]
+PARAMS = [SamplingParams(temperature=0.8, seed=i, max_tokens=40, ignore_eos=True, logprobs=1) for i in range(3)]
 TINY: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks_override": 40}
 RANKS: dict[str, Any] = {**TINY, "tensor_parallel_size": 2, "num_threads": 1}
 
