@@ -27,6 +27,11 @@ void bind_ranks(nb::module_& module) {
       module, "select_rows",
       +[](void* group, const char* x, int64_t rows, int64_t row_bytes, const int64_t* ids, const int64_t* bounds,
           char* out) { static_cast<RankGroup*>(group)->select(x, rows, row_bytes, ids, bounds, out); });
+  add_kernel(
+      module, "gather_expert_rows",
+      +[](void* group, char* x, int64_t row_bytes, const int32_t* starts, const int64_t* bounds) {
+        static_cast<RankGroup*>(group)->gather_expert_rows(x, row_bytes, starts, bounds);
+      });
   // The index of each id in the rows [first, first + n) of a table of `limit`; some index for those beyond.
   add_kernel(
       module, "own_rows",

@@ -16,7 +16,7 @@ from quire.config.checkpoint.safetensors import SINGLE_FILE
 from quire.config.kv_cache import DTYPE_BYTES, MAX_BLOCKS_PER_SEQ, KVCacheConfig, KVCacheSpec, NoCacheSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.machine import DiskSpeed, MachineMemory, disk_speed, format_bytes, machine_memory
-from quire.config.parallel import ParallelConfig, Shard
+from quire.config.parallel import ParallelConfig
 from quire.config.quantization import QUANT_METHOD
 from quire.models.activations import activation_bytes
 from quire.models.adapters.slots import adapter_reserve
@@ -255,6 +255,10 @@ def _weight_use(config: EngineConfig) -> WeightUse:
     """Of the model, and of the draft model if there is one, in all ranks of this machine."""
     ranks = _first_rank(config)
     use, *others = [weight_use(stage.model, ranks) for stage in own_stage_configs(config)]
+    if config.parallel.enable_expert_parallel and not any(each.expert_bytes for each in (use, *others)):
+        raise ConfigError(
+            f"enable_expert_parallel=True: {config.model.architecture} has no experts that could be divided; leave it out"
+        )
     num_bytes = use.num_bytes + sum(each.num_bytes for each in others)
     num_bytes += 0 if config.draft is None else weight_use(config.draft, ranks).num_bytes
     return dataclasses.replace(use, num_bytes=num_bytes * config.parallel.own_ranks)
@@ -262,8 +266,8 @@ def _weight_use(config: EngineConfig) -> WeightUse:
 
 def _first_rank(config: EngineConfig) -> kernels.Ranks | None:
     """The rank that has most; None if there is only one process."""
-    num_ranks = config.parallel.tensor_parallel_size
-    return None if num_ranks == 1 else kernels.Ranks(Shard(0, num_ranks))
+    parallel = config.parallel
+    return None if parallel.tensor_parallel_size == 1 else kernels.Ranks(parallel.shard(0))
 
 
 def _share_out(args: EngineArgs, config: EngineConfig, weights: WeightUse) -> MemoryPlan:

@@ -36,7 +36,7 @@ class RankProcess(Protocol):
 
 
 Launch = Callable[[socket.socket, int, int], RankProcess]
-"""Starts a rank with its end of the socket, the descriptor of the shared memory, and one to which it writes a byte every
+"""Starts a rank with its end of the socket, the descriptor of the shared memory, and one to which it writes a byte each
 second, and which is closed at its end."""
 
 
@@ -114,8 +114,10 @@ class Links:
         has_started.set()
         lost, how = self._await_loss(lifelines)
         if not self._is_closing.is_set():
-            ended = processes[lifelines[lost] - 1].end(0.0 if how else EXIT_S)
-            self._report(lifelines[lost], how or ended)
+            process = processes[lifelines[lost] - 1]
+            self._report(lifelines[lost], how or process.end())
+            if how:
+                process.end(0.0)  # it would not notice that its socket is closed
         self._is_closing.wait()
         for connection in self._connections:
             connection.close()

@@ -22,7 +22,6 @@ from quire.common.faults import fault_point
 from quire.common.log import logger
 from quire.config.args import EngineConfig
 from quire.config.kv_cache import KVCacheConfig
-from quire.config.parallel import Shard
 from quire.runner.parallel.configs import from_bytes
 from quire.runner.parallel.messages import (
     TO_RANK,
@@ -65,8 +64,7 @@ def serve(sock: socket.socket, memory: int, lifeline: int, *, pins: bool = True)
     from quire import kernels
     from quire.runner.worker import make_worker
 
-    shard = Shard(start.rank, start.num_ranks)
-    ranks = kernels.Ranks.join(shard, memory, start.slot_bytes)
+    ranks = kernels.Ranks.join(config.parallel.shard(start.rank), memory, start.slot_bytes)
     try:
         rank = Rank(connection, ranks, make_worker(config, kv_cache, ranks))
     except Exception as error:

@@ -19,6 +19,7 @@ from quire.kernels.backends import backend_for, backend_of
 from quire.kernels.backends.native.arguments import FORMAT_CODES
 from quire.kernels.backends.native.backend import NativeBackend
 from quire.kernels.checks import kernel_errors, refusal
+from quire.kernels.experts.weights import ExpertRows
 from quire.kernels.weights import Matrix, PackedWeight, QuantizedWeight, StackedWeight
 
 
@@ -151,6 +152,22 @@ class Gather:
         given = self._ranks.group.address, x.data_ptr(), num_rows, bounds.ctypes.data, out.data_ptr()
         with kernel_errors():
             native_kernels().gather_parts(*given, sum(self._sizes) * x.element_size(), first_only)
+
+
+class GatherRows:
+    """Gives all ranks the rows of all experts, of which each has computed those of its own."""
+
+    def __init__(self, ranks: Ranks, sizes: Sequence[int]) -> None:
+        """`sizes`: the experts of each rank. Recordings read their bounds, so these stay in place."""
+        self._ranks, self._bounds = ranks, np.cumsum([0, *sizes])
+
+    def __call__(self, y: Tensor, rows: ExpertRows) -> Tensor:
+        """y [num_pairs, width] contiguous, in the order of `rows`; what the others have computed is written to it."""
+        if self._ranks.group is not None:
+            given = self._ranks.group.address, y.data_ptr(), y.shape[1] * y.element_size()
+            with kernel_errors():
+                native_kernels().gather_expert_rows(*given, rows.starts.data_ptr(), self._bounds.ctypes.data)
+        return y
 
 
 class SharedTable:
