@@ -1,6 +1,7 @@
 """Compare ranks of one thread each with one process of as many threads, and measure what putting parts together costs.
 
-    python -m tools.bench_ranks MODEL [--quantization int8] [--prompts 1 8 32] [--ranks 2] [--steps 24] [--experts] [--gathers]
+    python -m tools.bench_ranks MODEL [--quantization int8] [--prompts 1 8 32] [--ranks 2] [--steps 24] [--experts]
+    python -m tools.bench_ranks --gathers
 
 Both engines are alive and take turns of some steps. The first one of a turn does not count, since threads of the other
 engine still spin then (ADR 0098). Prints one line of JSON per number of prompts: the quarter of the fastest decode

@@ -113,7 +113,9 @@ def test_what_cannot_be_divided_is_refused(
     variant: str, given: dict[str, Any], message: str, save_checkpoint: Any
 ) -> None:
     architecture, fields = VARIANTS["mixtral" if variant == "few" else variant]
-    given_fields = fields | {"vocab_size": 8192} | ({"num_local_experts": 3, "num_experts": 3} if variant == "few" else {})
+    given_fields = (
+        fields | {"vocab_size": 8192} | ({"num_local_experts": 3, "num_experts": 3} if variant == "few" else {})
+    )
     folder, _ = save_checkpoint(architecture, **given_fields)
     with in_threads(), pytest.raises(ConfigError, match=message):
         LLM(str(folder), **SMALL, num_threads=1, **given, enable_expert_parallel=True)

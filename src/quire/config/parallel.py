@@ -198,8 +198,8 @@ class ParallelConfig:
             raise ConfigError(f"tensor_parallel_size={self.tensor_parallel_size}: must be 1 to {MAX_RANKS}")
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ConfigError(
-                "enable_expert_parallel=True: experts are divided among the processes of tensor_parallel_size, which is "
-                "1; set it to 2 or more, or leave enable_expert_parallel out"
+                "enable_expert_parallel=True: experts are divided among the processes of tensor_parallel_size, "
+                "which is 1; set it to 2 or more, or leave enable_expert_parallel out"
             )
         if not 1 <= self.pipeline_parallel_size <= MAX_RANKS:
             raise ConfigError(f"pipeline_parallel_size={self.pipeline_parallel_size}: must be 1 to {MAX_RANKS}")

@@ -255,10 +255,6 @@ def _weight_use(config: EngineConfig) -> WeightUse:
     """Of the model, and of the draft model if there is one, in all ranks of this machine."""
     ranks = _first_rank(config)
     use, *others = [weight_use(stage.model, ranks) for stage in own_stage_configs(config)]
-    if config.parallel.enable_expert_parallel and not any(each.expert_bytes for each in (use, *others)):
-        raise ConfigError(
-            f"enable_expert_parallel=True: {config.model.architecture} has no experts that could be divided; leave it out"
-        )
     num_bytes = use.num_bytes + sum(each.num_bytes for each in others)
     num_bytes += 0 if config.draft is None else weight_use(config.draft, ranks).num_bytes
     return dataclasses.replace(use, num_bytes=num_bytes * config.parallel.own_ranks)
@@ -266,8 +262,7 @@ def _weight_use(config: EngineConfig) -> WeightUse:
 
 def _first_rank(config: EngineConfig) -> kernels.Ranks | None:
     """The rank that has most; None if there is only one process."""
-    parallel = config.parallel
-    return None if parallel.tensor_parallel_size == 1 else kernels.Ranks(parallel.shard(0))
+    return None if config.parallel.tensor_parallel_size == 1 else kernels.Ranks(config.parallel.shard(0))
 
 
 def _share_out(args: EngineArgs, config: EngineConfig, weights: WeightUse) -> MemoryPlan:

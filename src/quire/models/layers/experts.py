@@ -114,7 +114,10 @@ class ExpertProducts(nn.Module):
             kernels.read_ahead(self._files, rows)
         own = rows.of_experts(*self.own)
         wide = kernels.expert_matmul(x, self._gate_up, own, of_tokens=True)  # [num_tokens * top_k, 2 * width]
-        narrow = kernels.gated_activation(wide, self.activation)
+        if self.gather_rows is None:
+            narrow = kernels.gated_activation(wide, self.activation)
+        else:
+            narrow = self.gather_rows.gated_activation(wide, own, self.activation)
         del wide  # its memory is free for what follows
         narrow = narrow if self.gather_width is None else self.gather_width(narrow)
         y = kernels.expert_matmul(narrow, self._down, own, of_tokens=False)

@@ -38,7 +38,7 @@ class DistantStage:
     def __init__(self, sock: socket.socket) -> None:
         self._address = sock.getpeername()[0]
 
-    def end(self) -> str:
+    def end(self, patience_s: float = EXIT_S) -> str:
         """As RankProcess."""
         return f"at {self._address} has ended, or cannot be reached"
 
