@@ -245,8 +245,8 @@ void RankGroup::select(const char* x, int64_t rows, int64_t row_bytes, const int
 }
 
 void RankGroup::gather_expert_rows(char* x, int64_t row_bytes, const int32_t* starts, const int64_t* bounds) {
-  int64_t most = row_bytes == 0;
-  for (int r = 0; r < count_ && row_bytes > 0; ++r) most = std::max<int64_t>(most, starts[bounds[r + 1]] - starts[bounds[r]]);
+  int64_t most = 0;
+  for (int r = 0; r < count_; ++r) most = std::max<int64_t>(most, starts[bounds[r + 1]] - starts[bounds[r]]);
   const auto move = [&](int r, int64_t begin, int64_t end, auto copy) {  // of its rows [begin, end), those that exist
     const int64_t first = starts[bounds[r]], count = starts[bounds[r + 1]] - first;
     for_row_ranges(begin, std::max(begin, std::min(end, count)), row_bytes, [&](int64_t row, int64_t last) {

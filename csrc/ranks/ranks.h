@@ -48,7 +48,7 @@ class RankGroup {
   void select(const char* x, int64_t rows, int64_t row_bytes, const int64_t* ids, const int64_t* bounds, char* out);
 
   // x: rows of row_bytes; those of expert e are [starts[e], starts[e + 1]). Rank r has written those of the experts
-  // [bounds[r], bounds[r + 1]), and gets all others. Of rows of no bytes the call is a meeting.
+  // [bounds[r], bounds[r + 1]), and gets all others.
   void gather_expert_rows(char* x, int64_t row_bytes, const int32_t* starts, const int64_t* bounds);
 
   // From now on all ranks throw std::runtime_error instead of waiting.

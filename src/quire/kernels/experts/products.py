@@ -53,21 +53,14 @@ def read_ahead(files: ExpertFiles, rows: ExpertRows) -> None:
 
 
 def expert_matmul(
-    x: Tensor,
-    experts: ExpertWeights,
-    rows: ExpertRows,
-    *,
-    of_tokens: bool,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
+    x: Tensor, experts: ExpertWeights, rows: ExpertRows, *, of_tokens: bool, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """Rows times the matrices of their experts, plus the biases, in the order of `rows`: [num_pairs, n], x's dtype.
 
     x is contiguous, of the matrices' dtype, and has a row of k for each token (`of_tokens`), or for each pair in the
-    order of `rows`. Each row gets the bits that kernels.matmul gives it. `out`: where it is written, contiguous, if not
-    in memory of its own.
+    order of `rows`. Each row gets the bits that kernels.matmul gives it.
     """
-    out_dtype = out_dtype or (experts.dtype if out is None else out.dtype)
+    out_dtype = out_dtype or experts.dtype
     num_pairs = len(rows.pairs)
     if (
         x.shape != (num_pairs // rows.top_k if of_tokens else num_pairs, experts.k)
@@ -75,16 +68,15 @@ def expert_matmul(
         or not x.is_contiguous()
         or rows.starts.shape != (experts.num_experts + 1,)
         or out_dtype not in DTYPES
-        or not (out is None or (out.shape == (num_pairs, experts.n) and out.is_contiguous()))
     ):
         takes = (
             f"contiguous x [{'tokens' if of_tokens else 'pairs'}, {experts.k}] {experts.dtype} for these "
-            f"{experts.num_experts} experts, rows grouped for as many, and out or out_dtype float32 or bfloat16"
+            f"{experts.num_experts} experts, rows grouped for as many, and out_dtype float32 or bfloat16"
         )
         raise refusal("expert_matmul", takes, x=x, pairs=rows.pairs, starts=rows.starts, out_dtype=out_dtype)
     backend = backend_of(x)
     with kernel_errors():
-        out = backend.empty((num_pairs, experts.n), out_dtype) if out is None else out
+        out = backend.empty((num_pairs, experts.n), out_dtype)
         backend.expert_matmul(x, experts, rows, of_tokens, out)
     return out
 

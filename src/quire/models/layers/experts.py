@@ -120,10 +120,8 @@ class ExpertProducts(nn.Module):
             narrow = self.gather_rows.gated_activation(wide, own, self.activation)
         del wide  # its memory is free for what follows
         narrow = narrow if self.gather_width is None else self.gather_width(narrow)
-        gather, n = self.gather_rows, self._down.n
-        place = None if gather is None else gather.place(len(narrow), n, x.dtype)
-        y = kernels.expert_matmul(narrow, self._down, own, of_tokens=False, out=place)
-        return (y if gather is None else gather(y, rows)), rows
+        y = kernels.expert_matmul(narrow, self._down, own, of_tokens=False)
+        return (y if self.gather_rows is None else self.gather_rows(y, rows)), rows
 
     @cached_property
     def _gate_up(self) -> kernels.ExpertWeights:
@@ -160,9 +158,8 @@ class Experts(ExpertProducts):
     def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
         """x [num_tokens, hidden] -> as x."""
         ids, weights = kernels.route(self.gate(x), self.routing, self.gate.correction)
-        # The shared one comes first, since ranks may place its width where they then place rows.
-        shared = None if self.shared_experts is None else self.shared_experts(x, batch)
         y, rows = self.products(x, ids)  # [num_tokens * top_k, hidden]
+        shared = None if self.shared_experts is None else self.shared_experts(x, batch)
         gate = None if self.shared_expert_gate is None else self.shared_expert_gate(x)
         out = kernels.combine_experts(y, weights, rows, shared, gate)
         return out if self.gather_out is None else self.gather_out(out)

@@ -57,13 +57,6 @@ class Ranks:
         group, start = native_kernels().RankGroup(*given, list(sockets)), _shared_from(shard.num_ranks, slot_bytes)
         return cls(shard, group, _shared_memory(group, start) if group.size > start else None)
 
-    def place(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor | None:
-        """Memory of all ranks for a result [num_rows, width]; None if there is none of that size."""
-        num_bytes = dtype.itemsize * num_rows * width
-        if self.shared is None or num_bytes > self.shared.nbytes:
-            return None
-        return self.shared[:num_bytes].view(dtype).view(num_rows, width)
-
     def have_all(self, logits: Tensor) -> bool:
         """Whether these are what `Gather.placed` returned in all ranks."""
         return self.shared is not None and logits.data_ptr() == self.shared.data_ptr()
@@ -150,7 +143,11 @@ class Gather:
         return whole
 
     def _whole(self, num_rows: int, dtype: torch.dtype) -> Tensor | None:
-        return self._ranks.place(num_rows, sum(self._sizes), dtype)
+        width, shared = sum(self._sizes), self._ranks.shared
+        num_bytes = dtype.itemsize * num_rows * width
+        if shared is None or num_bytes > shared.nbytes:
+            return None
+        return shared[:num_bytes].view(dtype).view(num_rows, width)
 
     def _move(self, x: Tensor, num_rows: int, bounds: np.ndarray, out: Tensor, *, first_only: bool = False) -> None:
         given = self._ranks.group.address, x.data_ptr(), num_rows, bounds.ctypes.data, out.data_ptr()
@@ -175,16 +172,10 @@ class GatherRows:
         native_kernels().gated_expert_rows(*given, width, out.data_ptr())
         return out
 
-    def place(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor | None:
-        """Where the rows may be computed so that all ranks read them without a copy: as `Gather.place`, which need not
-        wait."""
-        return self._ranks.place(num_rows, width, dtype)
-
     def __call__(self, y: Tensor, rows: ExpertRows) -> Tensor:
         """y [num_pairs, width] contiguous, in the order of `rows`; what the others have computed is written to it."""
         if self._ranks.group is not None:
-            is_placed = self._ranks.have_all(y)  # the ranks only meet
-            given = self._ranks.group.address, y.data_ptr(), 0 if is_placed else y.shape[1] * y.element_size()
+            given = self._ranks.group.address, y.data_ptr(), y.shape[1] * y.element_size()
             with kernel_errors():
                 native_kernels().gather_expert_rows(*given, rows.starts.data_ptr(), self._bounds.ctypes.data)
         return y
