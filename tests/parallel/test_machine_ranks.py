@@ -238,6 +238,7 @@ def test_streams_go_on_when_ranks_of_another_machine_end(
         if is_idle:
             os.kill({"first": first, "other": other, "engine": engine}[whose], number)
             await ended(door, 12.0)
+            await restarted(door, engine)
             return await door.all_outputs(requests)
         reading = asyncio.create_task(door.all_outputs(requests))
         await door.record.until(lambda: bool(door.record.of("tokens")))
