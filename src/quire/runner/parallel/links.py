@@ -193,7 +193,7 @@ class Links:
             try:
                 message = connection.receive(FROM_RANK)
             except (OSError, ValueError) as error:
-                raise EngineBrokenError(f"rank {rank} sends nonsense: {error}") from error
+                raise EngineBrokenError(self.lost or f"rank {rank} sends nonsense: {error}") from error
             if message is None:
                 self._has_lost.wait(EXIT_S)
                 raise EngineBrokenError(self.lost or f"rank {rank} has closed its socket")
