@@ -1,10 +1,12 @@
 """Compare ranks of one thread each with one process of as many threads, and measure what putting parts together costs.
 
-    python -m tools.bench_ranks MODEL [--quantization int8] [--prompts 1 8 32] [--ranks 2] [--steps 24] [--gathers]
+    python -m tools.bench_ranks MODEL [--quantization int8] [--prompts 1 8 32] [--ranks 2] [--steps 24] [--experts]
+    python -m tools.bench_ranks --gathers
 
 Both engines are alive and take turns of some steps. The first one of a turn does not count, since threads of the other
 engine still spin then (ADR 0098). Prints one line of JSON per number of prompts: the quarter of the fastest decode
 steps of each, and the ratio of their speeds, above 1 where ranks are faster; and one for a prefill of 1,024 tokens.
+With --experts, the one engine divides each expert among its ranks, and the other one has whole experts in each.
 With --gathers, the time of a gather by the bytes that a rank adds: in shared memory, over a connection, and with gloo.
 """
 
@@ -82,9 +84,10 @@ def compare(args: argparse.Namespace) -> None:
     """Print a line for each number of prompts, and for the prefill."""
     given: dict[str, Any] = {"quantization": args.quantization, "max_model_len": 1100, "kv_cache_memory": "256MiB"}
     given |= {"speculative_config": {"method": "off"}, "max_num_batched_tokens": 1024}
-    one = Decoding(LLM(args.model, num_threads=args.ranks, **given))
-    cpus = ",".join(map(str, CPUS[: args.ranks]))
-    ranks = Decoding(LLM(args.model, tensor_parallel_size=args.ranks, cpu_list=cpus, **given))
+    of_ranks = {"tensor_parallel_size": args.ranks, "cpu_list": ",".join(map(str, CPUS[: args.ranks]))}
+    first = of_ranks if args.experts else {"num_threads": args.ranks}
+    one = Decoding(LLM(args.model, **first, **given))
+    ranks = Decoding(LLM(args.model, **of_ranks, enable_expert_parallel=args.experts, **given))
     for num_prompts in args.prompts:
         for each in (one, ranks):
             each.begin(num_prompts, args.steps + TURN)
@@ -196,6 +199,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--experts", action="store_true")
     parser.add_argument("--gathers", action="store_true")
     args = parser.parse_args()
     if args.gathers:

@@ -27,6 +27,20 @@ void bind_ranks(nb::module_& module) {
       module, "select_rows",
       +[](void* group, const char* x, int64_t rows, int64_t row_bytes, const int64_t* ids, const int64_t* bounds,
           char* out) { static_cast<RankGroup*>(group)->select(x, rows, row_bytes, ids, bounds, out); });
+  add_kernel(
+      module, "gather_expert_rows",
+      +[](void* group, char* x, int64_t row_bytes, const int32_t* starts, const int64_t* bounds) {
+        static_cast<RankGroup*>(group)->gather_expert_rows(x, row_bytes, starts, bounds);
+      });
+  // gated_activation of the rows [starts[0], starts[num_experts]) alone.
+  add_kernel(
+      module, "gated_expert_rows",
+      +[](int dtype, int kind, float a, float b, float c, const char* x, const int32_t* starts, int64_t num_experts,
+          int64_t width, char* out) {
+        const int64_t first = starts[0], bytes = width * (dtype == kFloat32 ? int64_t(sizeof(float)) : 2);
+        kernels().activation.gated_activation[dtype]({kind, {a, b, c}}, x + first * 2 * bytes,
+                                                     starts[num_experts] - first, width, out + first * bytes, width);
+      });
   // The index of each id in the rows [first, first + n) of a table of `limit`; some index for those beyond.
   add_kernel(
       module, "own_rows",

@@ -244,6 +244,25 @@ void RankGroup::select(const char* x, int64_t rows, int64_t row_bytes, const int
   exchange({rows, row_bytes, ~(uint64_t(rows) << 40 ^ uint64_t(row_bytes)), false, any_bytes}, write, read);
 }
 
+void RankGroup::gather_expert_rows(char* x, int64_t row_bytes, const int32_t* starts, const int64_t* bounds) {
+  int64_t most = 0;
+  for (int r = 0; r < count_; ++r) most = std::max<int64_t>(most, starts[bounds[r + 1]] - starts[bounds[r]]);
+  const auto move = [&](int r, int64_t begin, int64_t end, auto copy) {  // of its rows [begin, end), those that exist
+    const int64_t first = starts[bounds[r]], count = starts[bounds[r + 1]] - first;
+    for_row_ranges(begin, std::max(begin, std::min(end, count)), row_bytes, [&](int64_t row, int64_t last) {
+      copy(x + (first + row) * row_bytes, (row - begin) * row_bytes, size_t((last - row) * row_bytes));
+    });
+  };
+  auto write = [&](int64_t begin, int64_t end, char* to) {
+    move(rank_, begin, end, [&](char* own, int64_t at, size_t bytes) { std::memcpy(to + at, own, bytes); });
+  };
+  auto read = [&](int r, int64_t begin, int64_t end, const char* from) {
+    move(r, begin, end, [&](char* its, int64_t at, size_t bytes) { std::memcpy(its, from + at, bytes); });
+  };
+  auto any_bytes = [&](int) { return row_bytes; };
+  exchange({most, row_bytes, ~(uint64_t(most) << 40 ^ uint64_t(row_bytes) << 1 ^ 1), false, any_bytes}, write, read);
+}
+
 void RankGroup::stop() {
   reinterpret_cast<Header*>(memory_)->is_stopped.store(1);
   for (int r = 0; r < count_; ++r) {

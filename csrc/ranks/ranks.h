@@ -47,6 +47,10 @@ class RankGroup {
   // x [rows, row_bytes] -> out, as large: row i is that of the rank r with bounds[r] <= ids[i] < bounds[r + 1].
   void select(const char* x, int64_t rows, int64_t row_bytes, const int64_t* ids, const int64_t* bounds, char* out);
 
+  // x: rows of row_bytes; those of expert e are [starts[e], starts[e + 1]). Rank r has written those of the experts
+  // [bounds[r], bounds[r + 1]), and gets all others.
+  void gather_expert_rows(char* x, int64_t row_bytes, const int32_t* starts, const int64_t* bounds);
+
   // From now on all ranks throw std::runtime_error instead of waiting.
   void stop();
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from quire import LLM
+from quire.common import liveness
 from quire.common.errors import EngineBrokenError
 from quire.config.model import ModelConfig
 from quire.engine.llm_engine import LLMEngine
 from quire.runner.parallel.machines import machine_process
 from quire.runner.parallel.machines.node import Own
 from quire.runner.parallel.machines.nodes import fingerprint, join
-from quire.runner.parallel.pipeline import links
 from tests.parallel.ranks import ThreadRank, answers, in_threads
 from tests.parallel.test_faults import PARAMS, PROMPTS, TINY, children_of, wait_until_gone
 from tests.parallel.test_nodes import HOST, PORT, InThread, machine
@@ -102,10 +102,10 @@ class Link(threading.Thread):
         os.close(self._interruption)
 
 
-def allow_a_second_of_silence(patch: pytest.MonkeyPatch, limit: tuple[Any, str] = (links, "SILENCE_S")) -> None:
+def allow_a_second_of_silence(patch: pytest.MonkeyPatch, limit: tuple[Any, str] = (liveness, "SILENCE_S")) -> None:
     """To links that have loaded: not before, since the machine that runs the test may be stalled for a while. Returns
     when a link counts with it."""
-    counts, silence_s = threading.Event(), links._silence_s
+    counts, silence_s = threading.Event(), liveness.silence_s
 
     def noted() -> float:
         limit_s = silence_s()
@@ -113,8 +113,8 @@ def allow_a_second_of_silence(patch: pytest.MonkeyPatch, limit: tuple[Any, str] 
             counts.set()
         return limit_s
 
-    patch.setattr(links, "_silence_s", noted)
-    patch.setattr(links, "_LEAST_SILENCE_S", 1.0)
+    patch.setattr(liveness, "silence_s", noted)
+    patch.setattr(liveness, "_LEAST_SILENCE_S", 1.0)
     patch.setattr(*limit, 1.0)
     assert counts.wait(60)
 

@@ -27,14 +27,14 @@ class ThreadRank:
     def _serve(self) -> None:
         try:
             with suppress(BrokenPipeError, ConnectionResetError):
-                serve(self._socket, self._memory, pins=False)
+                serve(self._socket, self._memory, self._lifeline, pins=False)
         finally:
             for descriptor in (self._memory, self._lifeline):
                 os.close(descriptor)
             self._socket.close()
 
-    def end(self) -> str:
-        self._thread.join(10)
+    def end(self, patience_s: float = 10.0) -> str:
+        self._thread.join(patience_s)
         return "was ended" if not self._thread.is_alive() else "goes on"
 
 

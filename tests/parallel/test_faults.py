@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -12,9 +13,12 @@ from typing import Any
 import pytest
 
 from quire import LLM, AsyncLLM, EngineArgs, SamplingParams
+from quire.common import liveness
 from quire.common.batch import Batch, decode, encode
 from quire.common.errors import EngineBrokenError, OutOfMemoryError
 from quire.common.faults import Fault, environment, inject
+from quire.interfaces.async_llm import supervisor
+from quire.interfaces.launch import link
 from quire.runner import executor as executors
 from quire.runner.parallel import executor as ranks_executor
 from quire.runner.parallel import links, rank_process
@@ -32,6 +36,10 @@ PROMPTS = [[5, 6, 7, 8, 9, 10], [100, 200, 300] * 9, [7] * 3]
 PARAMS = [SamplingParams(temperature=0.8, seed=i, max_tokens=40, ignore_eos=True, logprobs=1) for i in range(3)]
 TINY: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks_override": 40}
 RANKS: dict[str, Any] = {**TINY, "tensor_parallel_size": 2, "num_threads": 1}
+
+
+HANG_S = 8.0
+SLACK_S = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +140,22 @@ def test_a_rank_that_cannot_load_says_why(monkeypatch: pytest.MonkeyPatch) -> No
         LLM(**RANKS)
 
 
+def test_a_rank_that_falls_silent_while_nothing_runs_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_lost = threading.Event()
+    monkeypatch.setattr(liveness, "on_loss", is_lost.set)
+    monkeypatch.setattr(rank_process, "_BEAT_S", 0.05)
+    with in_threads():
+        llm = LLM(**RANKS)
+        monkeypatch.setattr(liveness, "SILENCE_S", 1.0)
+        monkeypatch.setattr(liveness, "_LEAST_SILENCE_S", 1.0)
+        assert not is_lost.wait(2.0)  # while it shows that it lives
+        monkeypatch.setattr(rank_process, "_BEAT_S", 1000.0)
+        assert is_lost.wait(60)
+        with pytest.raises(EngineBrokenError, match="rank 1 was silent for 1 s"):
+            answers_again(llm)
+        llm.engine.executor.close()
+
+
 # Ranks in processes
 
 
@@ -167,15 +191,25 @@ def disturbances(part: str) -> pytest.MarkDecorator:
 def door() -> Iterator[Door]:
     args = EngineArgs(**RANKS)
     before, door_module.LIMIT_S = door_module.LIMIT_S, 180.0  # two processes start, one after the other
-    made = Door(make=lambda: AsyncLLM.from_args(args, hang_timeout_s=8.0))
+    delay_s, supervisor.MAX_DELAY_S = supervisor.MAX_DELAY_S, supervisor.FIRST_DELAY_S  # after each of many ends
+    made = Door(make=lambda: AsyncLLM.from_args(args, hang_timeout_s=HANG_S))
     yield made
     pid = made.llm.engine_pid
     assert pid is not None
     pids = children_of(pid)
     assert pids
     made.close()
-    door_module.LIMIT_S = before
+    door_module.LIMIT_S, supervisor.MAX_DELAY_S = before, delay_s
     wait_until_gone([pid, *pids])
+
+
+async def ended(door: Door, limit_s: float) -> None:
+    """Until health reports that the engine does not run, which it must in time."""
+    began_s = time.monotonic()
+    while door.llm.death is None:
+        assert time.monotonic() < began_s + limit_s + SLACK_S, "it is not noticed"
+        await asyncio.sleep(0.01)
+    assert "the engine is not running" in str(door.llm.death)
 
 
 async def restarted(door: Door, pid: int | None) -> None:
@@ -203,19 +237,97 @@ def test_streams_go_on_when_a_rank_ends(door: Door, expected: Any, after: int, w
     wait_until_gone([engine, *ranks])
 
 
-def test_a_rank_that_ends_while_nothing_runs_ends_its_engine(door: Door) -> None:
+idle_disturbances = pytest.mark.parametrize(
+    ("is_engine", "number"),
+    [
+        pytest.param(False, signal.SIGKILL, id="killed"),
+        pytest.param(False, signal.SIGSTOP, id="stopped", marks=pytest.mark.slow),
+        pytest.param(True, signal.SIGKILL, id="engine-killed", marks=pytest.mark.slow),
+        pytest.param(True, signal.SIGSTOP, id="engine-stopped", marks=pytest.mark.slow),
+    ],
+)
+"""What happens to a part of an engine, or to the engine, while nothing runs."""
+
+
+def disturb_while_idle(door: Door, number: int, expected: Any, *, is_engine: bool, limit_s: float) -> None:
+    """The engine must end in time though nothing is asked of it, health must say so, and the next one must answer."""
+    requests = [({"prompt_token_ids": prompt}, its) for prompt, its in zip(PROMPTS, PARAMS, strict=True)]
+    door.run(door.all_outputs(requests))
+    door.run(door.drained())
     engine = door.llm.engine_pid
     assert engine is not None
-    os.kill(children_of(engine)[0], signal.SIGKILL)
+    parts = children_of(engine)
+    os.kill(engine if is_engine else parts[0], number)
+    door.run(ended(door, limit_s))
     door.run(restarted(door, engine))
-    wait_until_gone([engine])
+    assert door.llm.death is None
+    got = door.run(door.all_outputs(requests))
+    assert [outputs[-1].outputs for outputs in got] == [outputs for outputs, _, _ in expected]
+    wait_until_gone([engine, *parts])
+
+
+@idle_disturbances
+def test_a_rank_that_ends_while_nothing_runs_ends_its_engine(
+    door: Door, expected: Any, is_engine: bool, number: int
+) -> None:
+    disturb_while_idle(door, number, expected, is_engine=is_engine, limit_s=HANG_S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("point", "action"),
+    [
+        ("step.start", "kill"),
+        ("rank.step", "stop"),
+        *(
+            pytest.param(*each, marks=pytest.mark.thorough)
+            for each in [
+                ("step.start", "stop"),
+                ("rank.step", "kill"),
+                ("weights.load", "kill"),
+                ("weights.load", "stop"),
+                ("memory.workspace", "kill"),
+                ("memory.workspace", "stop"),
+            ]
+        ),
+    ],
+)
+def test_an_engine_is_replaced_in_each_phase_in_which_ranks_end(
+    door: Door, point: str, action: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that pass the point: rank 0, when it plans, another rank, or all."""
+    start, dying = link.start_process, list[int]()
+
+    def start_dying(its: Any, variables: Any) -> Any:
+        monkeypatch.setattr(link, "start_process", start)  # the next one does not
+        fault = Fault(point, action, after={"weights.load": 2, "memory.workspace": 150}.get(point, 4))
+        process = start(its, environment(fault))
+        dying.append(process.pid)
+        return process
+
+    monkeypatch.setattr(link, "start_process", start_dying)
+    engine = door.llm.engine_pid
+    assert engine is not None
+    os.kill(engine, signal.SIGKILL)
+    door.run(restarted(door, engine))
+    ranks = children_of(dying[0])
+    assert is_gone(dying[0]) is (point == "weights.load")
+    requests = [({"prompt_token_ids": prompt}, its) for prompt, its in zip(PROMPTS, PARAMS, strict=True)]
+    got = door.run(door.all_outputs(requests))
+    assert [outputs[-1].outputs for outputs in got] == [outputs for outputs, _, _ in expected]
+    door.run(restarted(door, dying[0]))
+    wait_until_gone([engine, *dying, *ranks])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("action", "reason"),
-    [("kill", "rank 1 was ended by SIGKILL"), ("delay", "rank 1 made no progress for 8 s")],
-    ids=["dies", "hangs"],
+    [
+        ("kill", "rank 1 was ended by SIGKILL"),
+        ("delay", "rank 1 made no progress for 8 s"),
+        pytest.param("stop", "rank 1 (made no progress|was silent) for 8 s", marks=pytest.mark.thorough),
+    ],
+    ids=["dies", "hangs", "is stopped"],
 )
 @pytest.mark.parametrize(
     "point",
@@ -232,7 +344,8 @@ def test_a_rank_that_ends_in_a_phase_breaks_an_engine_in_the_callers_process(
                     patch.setenv(name, value)
                 super().__init__(*given)
 
-    patience_s = 8.0 if action == "delay" else 60.0
+    patience_s = 60.0 if action == "kill" else 8.0
+    monkeypatch.setattr(liveness, "SILENCE_S", 8.0)
     monkeypatch.setattr(ranks_executor, "PATIENCE_S", patience_s)
     monkeypatch.setitem(executors.EXECUTORS, "ranks", partial(RanksExecutor, launch=Dying))
     forks.start()

@@ -157,6 +157,49 @@ def test_a_place_is_written_again_only_when_all_ranks_have_come_for_it(make: Cal
 
 
 @pytest.mark.parametrize(("num_ranks", "num_machines"), LAYOUTS)
+def test_each_rank_gets_the_rows_of_all_experts(num_ranks: int, num_machines: int, make: Callable[..., Group]) -> None:
+    """Some ranks have no rows, some have more than a slot holds, and some steps have none at all."""
+    sizes, width = [2 - rank % 2 for rank in range(num_ranks)], 48
+    group = make(num_ranks, num_machines)
+    chosen = [torch.randint(0, high, (rows, 2)) for rows, high in ((60, sum(sizes)), (3, sum(sizes)), (9, 1), (0, 1))]
+    steps = [
+        (rows := kernels.group_by_expert(ids.int(), sum(sizes)), torch.randn(len(rows.pairs), width)) for ids in chosen
+    ]
+
+    def call(ranks: kernels.Ranks) -> list[Tensor]:
+        gather, (first, end), got = kernels.GatherRows(ranks, sizes), ranks.shard.range_of(sizes), []
+        for rows, y in steps * 3:
+            its = torch.full_like(y, -1.0)
+            own = slice(*rows.starts[[first, end]].tolist())
+            its[own] = y[own]
+            got.append(gather(its, rows))
+        return got
+
+    for got in group.run(call):
+        for its, (_, y) in zip(got, steps * 3, strict=True):
+            assert torch.equal(its, y)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_of_own_experts_leave_the_other_rows_alone(
+    dtype: torch.dtype, kind: Any, make: Callable[..., Group]
+) -> None:
+    rows = kernels.group_by_expert(torch.randint(0, 5, (30, 2)).int(), 5)
+    x = torch.randn(60, 96).to(dtype)
+    expected = kernels.gated_activation(x, kind)
+
+    def call(ranks: kernels.Ranks) -> None:
+        first, end = ranks.shard.range_of([3, 2])
+        own = slice(*rows.starts[[first, end]].tolist())
+        gather = kernels.GatherRows(ranks, [3, 2])
+        got = gather.gated_activation(x, rows.of_experts(first, end), kind)
+        assert torch.equal(got[own], expected[own])
+
+    assert make(2, 1).run(call) == [None, None]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_machines"), LAYOUTS)
 def test_rows_of_a_table_come_from_the_rank_that_has_them(
     num_ranks: int, num_machines: int, make: Callable[..., Group]
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, EngineArgs
+from quire.common import liveness
 from quire.common.errors import EngineBrokenError
 from quire.common.faults import Fault, environment
 from quire.interfaces.launch import link
@@ -64,7 +65,7 @@ def test_a_machine_that_ends_in_a_phase_breaks_the_engine_in_time(
 
     monkeypatch.setattr(node, "start_child", start_child)
     monkeypatch.setattr(stage_links, "PATIENCE_S", LOADING_S)
-    monkeypatch.setattr(stage_links, "SILENCE_S", SILENCE_S)
+    monkeypatch.setattr(liveness, "SILENCE_S", SILENCE_S)
     forks.start()
     descriptors, children = len(os.listdir("/proc/self/fd")), children_of(os.getpid())
     other = InThread(part_of(EngineArgs(**given, node_rank=1)))

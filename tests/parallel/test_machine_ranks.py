@@ -32,7 +32,7 @@ from tests.parallel.machines import (
     run_on,
 )
 from tests.parallel.ranks import answers, in_threads, of_ranks
-from tests.parallel.test_faults import PARAMS, PROMPTS, TINY, children_of, restarted, wait_until_gone
+from tests.parallel.test_faults import PARAMS, PROMPTS, TINY, children_of, ended, restarted, wait_until_gone
 from tests.parallel.test_nodes import secret
 
 __all__ = ["secret"]
@@ -237,6 +237,8 @@ def test_streams_go_on_when_ranks_of_another_machine_end(
     async def disturb() -> list[Any]:
         if is_idle:
             os.kill({"first": first, "other": other, "engine": engine}[whose], number)
+            await ended(door, 12.0)
+            await restarted(door, engine)
             return await door.all_outputs(requests)
         reading = asyncio.create_task(door.all_outputs(requests))
         await door.record.until(lambda: bool(door.record.of("tokens")))

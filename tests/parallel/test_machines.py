@@ -16,7 +16,7 @@ from quire.common.errors import EngineBrokenError, OutOfMemoryError
 from quire.config.model import ModelConfig
 from quire.runner.parallel.machines.node import Own
 from quire.runner.parallel.machines.nodes import fingerprint, join
-from quire.runner.parallel.pipeline import links, stage_process
+from quire.runner.parallel.pipeline import stage_process
 from tests.async_llm import door as door_module
 from tests.async_llm.door import Door
 from tests.kernels.isas import needs_native
@@ -71,7 +71,7 @@ def test_a_machine_with_too_little_memory_says_so() -> None:
 
 
 @pytest.mark.parametrize("is_idle", [False, True])
-@pytest.mark.parametrize("limit", [(links, "SILENCE_S"), (liveness, "hang_timeout_s")], ids=["own", "the engine's"])
+@pytest.mark.parametrize("limit", [(liveness, "SILENCE_S"), (liveness, "hang_timeout_s")], ids=["own", "the engine's"])
 def test_a_link_that_is_interrupted_ends_the_engine(
     is_idle: bool, limit: tuple[Any, str], expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -32,7 +31,16 @@ from tests.forks import children_of
 from tests.kernels.isas import needs_native
 from tests.models.adapters import make_tensors, tiny_sizes, write_adapter
 from tests.parallel.ranks import answers, in_threads
-from tests.parallel.test_faults import PARAMS, PROMPTS, TINY, disturbances, restarted, wait_until_gone
+from tests.parallel.test_faults import (
+    PARAMS,
+    PROMPTS,
+    TINY,
+    disturb_while_idle,
+    disturbances,
+    idle_disturbances,
+    restarted,
+    wait_until_gone,
+)
 
 pytestmark = needs_native
 STAGES: dict[str, Any] = {**TINY, "pipeline_parallel_size": 2, "num_threads": 1}
@@ -182,7 +190,7 @@ def test_a_stage_that_falls_silent_while_nothing_runs_ends_the_engine(
     monkeypatch.setattr(liveness, "on_loss", is_lost.set)
     monkeypatch.setattr(stage_process, "_BEAT_S", 0.05)
     llm = make()
-    monkeypatch.setattr(links, "SILENCE_S", 0.3)
+    monkeypatch.setattr(liveness, "SILENCE_S", 0.3)
     monkeypatch.setattr(stage_process, "_BEAT_S", 1000.0)  # after one more beat, from which on the limit counts
     assert is_lost.wait(60)
     with pytest.raises(EngineBrokenError, match=r"stage 0 was silent for 0\.3 s"):
@@ -200,7 +208,7 @@ def test_a_stage_that_falls_silent_within_a_message_is_lost(monkeypatch: pytest.
             self._socket.close()
             return "has ended"
 
-    monkeypatch.setattr(links, "SILENCE_S", 0.3)
+    monkeypatch.setattr(liveness, "SILENCE_S", 0.3)
     lost = SimpleQueue[str]()
     link = links.StageLink("stage 0", Half, Boundary(1, 4, torch.float32), 8)
     link.when_lost = lost.put
@@ -300,16 +308,11 @@ def test_streams_go_on_when_a_stage_ends(door: Door, expected: Any, after: int, 
     wait_until_gone([engine, *stages])
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "stopped"]
-)
-def test_a_stage_that_ends_while_nothing_runs_ends_its_engine(door: Door, number: int) -> None:
-    engine = door.llm.engine_pid
-    assert engine is not None
-    stages = children_of(engine)
-    os.kill(stages[0], number)
-    door.run(restarted(door, engine))
-    wait_until_gone([engine, *stages])
+@idle_disturbances
+def test_a_stage_that_ends_while_nothing_runs_ends_its_engine(
+    door: Door, expected: Any, is_engine: bool, number: int
+) -> None:
+    disturb_while_idle(door, number, expected, is_engine=is_engine, limit_s=12.0)
 
 
 @pytest.mark.slow

@@ -14,8 +14,18 @@ is odd, a kernel is running."""
 hang_timeout_s: float | None = None
 """After how long without progress this process is ended, if it is a server's engine; None for never."""
 
+SILENCE_S = 10.0
+"""How long at most nothing may come from a rank or a stage that has loaded. It shows every second that it lives, also
+while it computes."""
+_LEAST_SILENCE_S = 3.0
+
 on_loss: Callable[[], object] | None = None
 """What is called, in some thread, when a process without which this one cannot go on has ended; None for nothing."""
+
+
+def silence_s() -> float:
+    """SILENCE_S, or a shorter time after which an engine without progress is ended."""
+    return min(SILENCE_S, max(_LEAST_SILENCE_S, hang_timeout_s or SILENCE_S))
 
 
 def end_with_parent() -> None:

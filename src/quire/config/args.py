@@ -162,9 +162,8 @@ class EngineArgs(metaclass=_NamesChecked):
         "process alone); none: RAY_ADDRESS, or else local",
     )
     tensor_parallel_size: int = arg(1, "processes that compute each step together, each with a part of the model")
-    pipeline_parallel_size: int = arg(
-        1, "stages into which the layers are divided, each in a process (tensor_parallel_size of them) of its own"
-    )
+    pipeline_parallel_size: int = arg(1, "stages of layers, each in tensor_parallel_size processes of its own")
+    enable_expert_parallel: bool = arg(False, "with tensor_parallel_size: whole experts in each process")
     nnodes: int = arg(1, "machines that compute each step together, each with a stage or a part of the ranks")
     node_rank: int = arg(0, "number of this machine; 0 serves, and awaits the others at master_addr")
     master_addr: str | None = arg(None, "HOST:PORT at which machine 0 awaits the others; all machines get the same")
@@ -251,6 +250,7 @@ class EngineArgs(metaclass=_NamesChecked):
                 self.tensor_parallel_size,
                 data_parallel_size=self.data_parallel_size,
                 pipeline_parallel_size=self.pipeline_parallel_size,
+                enable_expert_parallel=self.enable_expert_parallel,
                 nodes=NodesConfig.read(
                     self.nnodes,
                     self.node_rank,

@@ -28,6 +28,8 @@ class Shard:
 
     rank: int = 0
     num_ranks: int = 1
+    has_whole_experts: bool = False
+    """Whether it has some of a layer's experts, and not a part of each."""
 
     def range_of(self, sizes: Sequence[int]) -> Range:
         """Where its part begins and ends, if each rank has a part of one of these sizes."""
@@ -180,6 +182,8 @@ class ParallelConfig:
     """The layers of each stage, as the memory plan divides them."""
     nodes: NodesConfig | None = None
     """The machines of the stages or ranks. None: all are on this one."""
+    enable_expert_parallel: bool = False
+    """Whether ranks divide the experts of a layer among them, and not each expert."""
     backend: str = "mp"
     """Where engines run, one of BACKENDS."""
 
@@ -192,6 +196,11 @@ class ParallelConfig:
             raise ConfigError(f"data_parallel_size={self.data_parallel_size}: must be 1 to {MAX_ENGINES}")
         if not 1 <= self.tensor_parallel_size <= MAX_RANKS:
             raise ConfigError(f"tensor_parallel_size={self.tensor_parallel_size}: must be 1 to {MAX_RANKS}")
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "enable_expert_parallel=True: experts are divided among the processes of tensor_parallel_size, "
+                "which is 1; set it to 2 or more, or leave enable_expert_parallel out"
+            )
         if not 1 <= self.pipeline_parallel_size <= MAX_RANKS:
             raise ConfigError(f"pipeline_parallel_size={self.pipeline_parallel_size}: must be 1 to {MAX_RANKS}")
         if self.nodes is not None and self.data_parallel_size > 1:
@@ -203,6 +212,10 @@ class ParallelConfig:
                 f"nnodes={self.nodes.nnodes}: Ray chooses the nodes of an engine's stages "
                 "(distributed_executor_backend='ray'); leave it at 1"
             )
+
+    def shard(self, rank: int) -> Shard:
+        """A rank of each stage."""
+        return Shard(rank, self.tensor_parallel_size, self.enable_expert_parallel)
 
     @property
     def own_stages(self) -> tuple[Range, ...]:

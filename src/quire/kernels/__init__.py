@@ -3,7 +3,7 @@
 from quire.kernels.attention import encoder_attention, latent_attention, paged_attention
 from quire.kernels.backends import backend_for, backend_of, isa, num_threads, register_backend, set_num_threads
 from quire.kernels.backends.base import Backend
-from quire.kernels.backends.native.ranks import Gather, Ranks, SharedTable, rank_memory_bytes, take_rows
+from quire.kernels.backends.native.ranks import Gather, GatherRows, Ranks, SharedTable, rank_memory_bytes, take_rows
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.shapes import Meter
 from quire.kernels.backends.workspace import Workspace, borrowed
@@ -75,6 +75,7 @@ __all__ = [
     "ExpertRows",
     "ExpertWeights",
     "Gather",
+    "GatherRows",
     "HeadWeights",
     "KernelGraph",
     "LoRATable",

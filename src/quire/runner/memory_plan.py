@@ -16,7 +16,7 @@ from quire.config.checkpoint.safetensors import SINGLE_FILE
 from quire.config.kv_cache import DTYPE_BYTES, MAX_BLOCKS_PER_SEQ, KVCacheConfig, KVCacheSpec, NoCacheSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.machine import DiskSpeed, MachineMemory, disk_speed, format_bytes, machine_memory
-from quire.config.parallel import ParallelConfig, Shard
+from quire.config.parallel import ParallelConfig
 from quire.config.quantization import QUANT_METHOD
 from quire.models.activations import activation_bytes
 from quire.models.adapters.slots import adapter_reserve
@@ -262,8 +262,7 @@ def _weight_use(config: EngineConfig) -> WeightUse:
 
 def _first_rank(config: EngineConfig) -> kernels.Ranks | None:
     """The rank that has most; None if there is only one process."""
-    num_ranks = config.parallel.tensor_parallel_size
-    return None if num_ranks == 1 else kernels.Ranks(Shard(0, num_ranks))
+    return None if config.parallel.tensor_parallel_size == 1 else kernels.Ranks(config.parallel.shard(0))
 
 
 def _share_out(args: EngineArgs, config: EngineConfig, weights: WeightUse) -> MemoryPlan:

@@ -75,6 +75,10 @@ class ExpertRows:
     places: Tensor
     """[num_tokens * top_k] int32: the place of each pair in that order"""
 
+    def of_experts(self, first: int, end: int) -> "ExpertRows":
+        """The same rows for a product by the experts [first, end) alone, which writes theirs and no others."""
+        return ExpertRows(self.top_k, self.starts[first : end + 1], self.pairs, self.places)
+
 
 class ExpertFiles:
     """Where the matrices of experts lie that may have to be read from a file, several for each expert."""

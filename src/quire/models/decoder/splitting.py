@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from quire import kernels
-from quire.common.errors import UnsupportedModelError
-from quire.config.parallel import Shard, cut, key_heads, query_heads
+from quire.common.errors import ConfigError, UnsupportedModelError
+from quire.config.parallel import Shard, cut, key_heads, query_heads, shares
 from quire.models.base import CausalLM, Model
 from quire.models.decoder.attention import SelfAttention
 from quire.models.decoder.latent import LatentAttention
@@ -118,7 +118,11 @@ class _Split:
         mlp.down_proj.gather_in = kernels.Gather(self._ranks, sizes)
 
     def _experts(self, layer: Experts) -> None:
-        """Each rank has columns of every expert, so all have as much to do whatever the router chooses."""
+        """Each rank has columns of every expert, so all have as much to do whatever the router chooses. Or it has some
+        experts, and the shared one is divided as any MLP."""
+        if self._shard.has_whole_experts:
+            self._keep_experts(layer)
+            return
         first = layer.experts[0]
         assert isinstance(first, Expert)
         width, hidden = self._sizes(first.down_proj.whole_shape[1]), self._sizes(first.down_proj.whole_shape[0])
@@ -131,6 +135,20 @@ class _Split:
             self._gated_mlp(layer.shared_experts)
             self._keep(layer.shared_experts.down_proj, hidden)
             self.done.add(layer.shared_experts)
+
+    def _keep_experts(self, layer: Experts) -> None:
+        num_experts, num_ranks = len(layer.experts), self._shard.num_ranks
+        if num_experts < num_ranks:
+            raise ConfigError(
+                f"enable_expert_parallel=True: a layer has {num_experts} experts, fewer than "
+                f"tensor_parallel_size={num_ranks}; lower that to at most {num_experts}, or leave it out"
+            )
+        sizes = shares(num_experts, num_ranks)
+        first, end = layer.own = self._shard.range_of(sizes)
+        for number in range(num_experts):
+            if not first <= number < end:
+                layer.experts[number] = nn.Identity()
+        layer.gather_rows = kernels.GatherRows(self._ranks, sizes)
 
     def _head(self, head: LmHead) -> None:
         sizes = self._sizes(head.whole_shape[0])

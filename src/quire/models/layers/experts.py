@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.config.parallel import Range
 from quire.models.layers.batch_tensors import BatchTensors
 from quire.models.layers.linear import Projection
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
@@ -100,6 +101,9 @@ class ExpertProducts(nn.Module):
         self.gather_width: kernels.Gather | None = None
         self.gather_out: kernels.Gather | None = None
         """Where each rank has columns of every expert: what put the width together, and the sums over experts."""
+        self.own: Range = (0, num_experts)
+        self.gather_rows: kernels.GatherRows | None = None
+        """Where each rank has some of the experts: which, and what puts the rows of all of them together."""
         self.experts = nn.ModuleList(Expert(width, hidden_size, dtype, bias=bias) for _ in range(num_experts))
 
     def products(self, x: Tensor, ids: Tensor) -> tuple[Tensor, kernels.ExpertRows]:
@@ -108,11 +112,16 @@ class ExpertProducts(nn.Module):
         rows = kernels.group_by_expert(ids, len(self.experts))
         if self._files is not None:
             kernels.read_ahead(self._files, rows)
-        wide = kernels.expert_matmul(x, self._gate_up, rows, of_tokens=True)  # [num_tokens * top_k, 2 * width]
-        narrow = kernels.gated_activation(wide, self.activation)
+        own = rows.of_experts(*self.own)
+        wide = kernels.expert_matmul(x, self._gate_up, own, of_tokens=True)  # [num_tokens * top_k, 2 * width]
+        if self.gather_rows is None:
+            narrow = kernels.gated_activation(wide, self.activation)
+        else:
+            narrow = self.gather_rows.gated_activation(wide, own, self.activation)
         del wide  # its memory is free for what follows
         narrow = narrow if self.gather_width is None else self.gather_width(narrow)
-        return kernels.expert_matmul(narrow, self._down, rows, of_tokens=False), rows
+        y = kernels.expert_matmul(narrow, self._down, own, of_tokens=False)
+        return (y if self.gather_rows is None else self.gather_rows(y, rows)), rows
 
     @cached_property
     def _gate_up(self) -> kernels.ExpertWeights:
@@ -162,6 +171,6 @@ def _in_file(expert: Expert) -> list[kernels.QuantizedWeight]:
 
 
 def _weights(experts: nn.ModuleList, name: str) -> kernels.ExpertWeights:
-    projections: list[Projection] = [getattr(expert, name) for expert in experts]
+    projections: list[Projection] = [getattr(expert, name) for expert in experts if isinstance(expert, Expert)]
     biases = [each.bias for each in projections if each.bias is not None]
     return kernels.ExpertWeights([each.weight for each in projections], biases or None)

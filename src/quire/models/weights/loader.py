@@ -64,7 +64,7 @@ def load_model(config: ModelConfig, ranks: kernels.Ranks | None = None) -> Model
     started = time.perf_counter()
     checkpoint = open_weights(config)
     model = build_model(config, checkpoint, ranks)
-    loader = LayerLoader(model, config, checkpoint)
+    loader = LayerLoader(model, config, checkpoint, ranks)
     is_quantized_now = config.quantization in QUANTIZATIONS and config.quant_method != QUANT_METHOD
     what = "quantizing weights" if is_quantized_now else "loading weights"
     with progress(what, sum(loader.num_bytes(layer) for layer in loader.layers), "B") as advance:
@@ -81,14 +81,17 @@ def load_model(config: ModelConfig, ranks: kernels.Ranks | None = None) -> Model
 class LayerLoader:
     """Fills the layers of a model, one at a time, from a checkpoint whose headers are checked against it."""
 
-    def __init__(self, model: Model, config: ModelConfig, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, model: Model, config: ModelConfig, checkpoint: Checkpoint, ranks: kernels.Ranks | None = None
+    ) -> None:
         """Reads no weights, but for copies of tied ones. Raises as load_model."""
         self.names = names_in_checkpoint(model, config, checkpoint)
         """The model's name of each tensor -> the checkpoint's."""
         self.layers: dict[WeightedLayer, list[Assignment]] = {}
         """What each layer wants."""
         wanted = assignments(model)
-        of_all = wanted if config.layers is None else assignments(whole_model(config, checkpoint))
+        has_all = config.layers is None and not (ranks is not None and ranks.shard.has_whole_experts)
+        of_all = wanted if has_all else assignments(whole_model(config, checkpoint))
         _check(config, checkpoint, self.names, of_all)
         _check_copies(model, config, checkpoint, self.names)
         for assignment in wanted:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from quire.common import liveness
 from quire.common.batch import Batch, ScheduledSequence, StepResult, encode
 from quire.common.errors import EngineBrokenError, error_named
 from quire.common.params import PoolerInfo
@@ -56,7 +57,8 @@ class RanksExecutor:
         self._finalizer = weakref.finalize(self, _close, (machines.close, own.links.close), wires)
         try:
             share = to_bytes(config, kv_cache)
-            starts = [Start(count * (1 + number), 0, 0, share) for number in range(len(joined))]
+            limit_s = liveness.hang_timeout_s
+            starts = [Start(count * (1 + number), 0, 0, share, limit_s) for number in range(len(joined))]
             machines.send_each([to_frame(start) for start in starts])
             own.load(kv_cache, [wire.fileno() for wire in wires])
             self._ranks, self._worker, self._cpus = own.ranks, own.worker, own.cpus

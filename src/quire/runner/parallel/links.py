@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from quire.common import liveness
@@ -17,6 +18,8 @@ from quire.common.log import logger
 from quire.runner.parallel.messages import FROM_RANK, Connection, Done, Failed, Message, Progress, to_frame
 
 _TICK_S = 0.1
+_BEAT_S = 1.0
+_MAX_BEATS = 4096
 PATIENCE_S = 120.0
 """How long rank 0 waits for a rank that makes no progress, before it gives the engine up. A server that has a shorter
 hang_timeout_s ends the engine sooner."""
@@ -27,13 +30,14 @@ EXIT_S = 2.0
 class RankProcess(Protocol):
     """What computes a rank, in a process of its own or, in tests, in a thread."""
 
-    def end(self) -> str:
-        """Wait for its end, which its closed socket has asked for, and force it after a while. Returns what was the
+    def end(self, patience_s: float = EXIT_S) -> str:
+        """Wait for its end, which its closed socket has asked for, and force it after this time. Returns what was the
         end."""
 
 
 Launch = Callable[[socket.socket, int, int], RankProcess]
-"""Starts a rank with its end of the socket, the descriptor of the shared memory, and one that is closed at its end."""
+"""Starts a rank with its end of the socket, the descriptor of the shared memory, and one to which it writes a byte each
+second, and which is closed at its end."""
 
 
 def start_child(module: str, arguments: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
@@ -51,18 +55,18 @@ class ChildProcess:
     """A rank in a child process."""
 
     def __init__(self, sock: socket.socket, memory: int, lifeline: int) -> None:
-        given = [str(sock.fileno()), str(memory)]
-        self._process = start_child("quire.runner.parallel.rank_process", given, [sock.fileno(), memory, lifeline])
+        descriptors = [sock.fileno(), memory, lifeline]
+        self._process = start_child("quire.runner.parallel.rank_process", [*map(str, descriptors)], descriptors)
 
-    def end(self) -> str:
+    def end(self, patience_s: float = EXIT_S) -> str:
         """As RankProcess."""
-        return end_of(self._process)
+        return end_of(self._process, patience_s)
 
 
-def end_of(process: subprocess.Popen[bytes]) -> str:
-    """Wait for the end of a process whose socket was closed, and force it after a while. Returns what was the end."""
+def end_of(process: subprocess.Popen[bytes], patience_s: float = EXIT_S) -> str:
+    """Wait for the end of a process whose socket was closed, and force it after this time. Returns what was the end."""
     try:
-        status = process.wait(EXIT_S)
+        status = process.wait(patience_s)
     except subprocess.TimeoutExpired:
         process.kill()
         status = process.wait()
@@ -79,7 +83,7 @@ class Links:
         self._first = first
         self.memory = _unnamed_file(memory_bytes)
         self.lost: str | None = None
-        """What has become of a rank that has ended by itself."""
+        """What has become of a rank that has ended by itself, or is silent."""
         self.when_lost: Callable[[], object] = lambda: None
         self._has_lost = threading.Event()
         self._stop, self._stopped = os.pipe()
@@ -93,7 +97,7 @@ class Links:
         has_started.wait()
 
     def _watch(self, num_ranks: int, launch: Launch, has_started: threading.Event) -> None:
-        """Start the ranks, report the first one that ends by itself, and end them all."""
+        """Start the ranks, report the first one that ends by itself or falls silent, and end them all."""
         processes, lifelines = list[RankProcess](), dict[int, int]()
         try:
             for rank in range(1, num_ranks):
@@ -108,13 +112,12 @@ class Links:
         except BaseException as error:  # in __init__, nobody could be told
             self.lost = f"rank {self._first + len(processes) + 1} could not be started: {error}"
         has_started.set()
-        with selectors.DefaultSelector() as selector:
-            for descriptor in (self._stop, *lifelines):
-                selector.register(descriptor, selectors.EVENT_READ)
-            ended = {key.fd for key, _ in selector.select()}
-        lost = next((lifelines[descriptor] for descriptor in lifelines if descriptor in ended), None)
-        if lost is not None and not self._is_closing.is_set():
-            self._report(lost, processes[lost - 1])
+        lost, how = self._await_loss(lifelines)
+        if not self._is_closing.is_set():
+            process = processes[lifelines[lost] - 1]
+            self._report(lifelines[lost], how or process.end())
+            if how:
+                process.end(0.0)  # it would not notice that its socket is closed
         self._is_closing.wait()
         for connection in self._connections:
             connection.close()
@@ -124,8 +127,28 @@ class Links:
             os.close(descriptor)
         os.close(self.memory)
 
-    def _report(self, rank: int, process: RankProcess) -> None:
-        self.lost = f"rank {self._first + rank} {process.end()}"
+    def _await_loss(self, lifelines: Iterable[int]) -> tuple[int, str]:
+        """Wait until a rank ends, or falls silent after it has loaded. Returns its lifeline, and how long it has been
+        silent if it may live; or what `close` has closed."""
+        silent_s = dict[int, float]()
+        with selectors.DefaultSelector() as selector:
+            for descriptor in (self._stop, *lifelines):
+                selector.register(descriptor, selectors.EVENT_READ)
+            while True:
+                began_s = time.monotonic()
+                readable = [key.fd for key, _ in selector.select(_BEAT_S if silent_s else None)]
+                passed_s = min(_BEAT_S, time.monotonic() - began_s)  # no longer: this process may have been stopped
+                for descriptor in readable:
+                    if descriptor == self._stop or not os.read(descriptor, _MAX_BEATS):
+                        return descriptor, ""
+                    silent_s[descriptor] = -passed_s
+                for descriptor in silent_s:
+                    silent_s[descriptor] += passed_s
+                    if silent_s[descriptor] >= (limit_s := liveness.silence_s()):
+                        return descriptor, f"was silent for {limit_s:g} s"
+
+    def _report(self, rank: int, how: str) -> None:
+        self.lost = f"rank {self._first + rank} {how}"
         logger.error("%s; without it this engine cannot go on", self.lost)
         self._has_lost.set()
         self.when_lost()
@@ -170,7 +193,7 @@ class Links:
             try:
                 message = connection.receive(FROM_RANK)
             except (OSError, ValueError) as error:
-                raise EngineBrokenError(f"rank {rank} sends nonsense: {error}") from error
+                raise EngineBrokenError(self.lost or f"rank {rank} sends nonsense: {error}") from error
             if message is None:
                 self._has_lost.wait(EXIT_S)
                 raise EngineBrokenError(self.lost or f"rank {rank} has closed its socket")

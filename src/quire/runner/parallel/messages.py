@@ -26,6 +26,8 @@ class Start(Message):
     slot_bytes: int
     share: bytes
     """EngineConfig and KVCacheConfig, as `configs.to_bytes` writes them."""
+    hang_timeout_s: float | None = None
+    """As in `liveness`, of the engine; needed by the first rank of another machine alone."""
 
 
 class Step(Message):

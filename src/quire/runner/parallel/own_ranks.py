@@ -44,7 +44,7 @@ class OwnRanks:
         """Load the model in this process, while the others do so, too. `sockets` lead to other machines. Raises what
         loading raises."""
         parallel, count, of_all = self._config.parallel, self._count, self._num_ranks
-        shards = [Shard(self._first + rank, of_all) for rank in range(count)]
+        shards = [parallel.shard(self._first + rank) for rank in range(count)]
         threads = [parallel if count == 1 else rank_threads(parallel, Shard(rank, count)) for rank in range(count)]
         configs = [replace(self._config, parallel=each) for each in threads]
         self.cpus = configs[0].parallel.cpus

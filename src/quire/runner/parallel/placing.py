@@ -10,6 +10,7 @@ from quire.config.args import EngineConfig
 from quire.config.machine import cpu_quota, neighbours_first
 from quire.config.parallel import ParallelConfig, Shard, shares
 from quire.kernels.backends.native.ranks import native_backend
+from quire.models.weights.usage import weight_use
 
 
 def check_ranks(config: EngineConfig) -> None:
@@ -26,6 +27,8 @@ def check_ranks(config: EngineConfig) -> None:
     for what, is_given in unsupported.items():
         if is_given:
             raise ConfigError(f"tensor_parallel_size={num_ranks}: {what} run in one process each; leave it at 1")
+    if config.parallel.enable_expert_parallel and not weight_use(config.model).expert_bytes:
+        raise ConfigError(f"enable_expert_parallel=True: {config.model.architecture} has no experts; leave it out")
     if config.parallel.pipeline_parallel_size == 1 or config.parallel.nodes is not None:  # or else stages share CPUs
         rank_threads(replace(config.parallel, pipeline_parallel_size=1), Shard(0, config.parallel.own_ranks))
 

@@ -1,7 +1,7 @@
 """A rank: computes its part of what rank 0 asks for.
 
-Started as `python -m quire.runner.parallel.rank_process SOCKET MEMORY`, with two descriptors. It ends when rank 0
-closes the socket, or ends itself.
+Started as `python -m quire.runner.parallel.rank_process SOCKET MEMORY LIFELINE`, with three descriptors. It ends when
+rank 0 closes the socket, or ends itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from quire.common.faults import fault_point
 from quire.common.log import logger
 from quire.config.args import EngineConfig
 from quire.config.kv_cache import KVCacheConfig
-from quire.config.parallel import Shard
 from quire.runner.parallel.configs import from_bytes
 from quire.runner.parallel.messages import (
     TO_RANK,
@@ -45,12 +44,13 @@ if TYPE_CHECKING:
     from quire.runner.parallel.links import Links
     from quire.runner.worker import Worker
 
+_BEAT_S = 1.0
 _PROGRESS_S = 0.5
 _MIN_CPU_S = 0.01
 """Processor time between two messages of progress: a process that has used less is waiting for something."""
 
 
-def serve(sock: socket.socket, memory: int, *, pins: bool = True) -> None:
+def serve(sock: socket.socket, memory: int, lifeline: int, *, pins: bool = True) -> None:
     """Compute until rank 0 closes the socket. `pins`: whether this process may be bound to the rank's CPUs."""
     connection = Connection(sock)
     start = connection.receive(TO_RANK)
@@ -64,8 +64,7 @@ def serve(sock: socket.socket, memory: int, *, pins: bool = True) -> None:
     from quire import kernels
     from quire.runner.worker import make_worker
 
-    shard = Shard(start.rank, start.num_ranks)
-    ranks = kernels.Ranks.join(shard, memory, start.slot_bytes)
+    ranks = kernels.Ranks.join(config.parallel.shard(start.rank), memory, start.slot_bytes)
     try:
         rank = Rank(connection, ranks, make_worker(config, kv_cache, ranks))
     except Exception as error:
@@ -76,9 +75,17 @@ def serve(sock: socket.socket, memory: int, *, pins: bool = True) -> None:
         return
     finally:
         has_loaded.set()
-    connection.send(Done())
-    while (message := connection.receive(TO_RANK)) is not None:
-        rank.handle(message)
+    has_ended = threading.Event()
+    beating = threading.Thread(target=_beat, args=(lifeline, has_ended), daemon=True)
+    os.write(lifeline, b".")  # from now on rank 0 waits for the next one
+    beating.start()
+    try:
+        connection.send(Done())
+        while (message := connection.receive(TO_RANK)) is not None:
+            rank.handle(message)
+    finally:
+        has_ended.set()
+        beating.join()
 
 
 def share_of(start: Start) -> tuple[EngineConfig, KVCacheConfig]:
@@ -96,6 +103,13 @@ def _show_progress(connection: Connection, has_loaded: threading.Event) -> None:
         before_s, used_s = used_s, time.process_time()
         if used_s - before_s > _MIN_CPU_S:
             connection.send(Progress())
+
+
+def _beat(lifeline: int, has_ended: threading.Event) -> None:
+    """Show rank 0 once a second that this process lives, also while nothing runs."""
+    with suppress(BrokenPipeError):  # rank 0 has ended
+        while not has_ended.wait(_BEAT_S):
+            os.write(lifeline, b".")
 
 
 class Sender(Protocol):
@@ -170,14 +184,14 @@ def _log(error: Exception) -> None:
         logger.exception("a rank failed")
 
 
-def main(descriptor: int, memory: int) -> None:
+def main(descriptor: int, memory: int, lifeline: int) -> None:
     """Serve rank 0, whose socket has this file descriptor."""
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 handles them
         signal.signal(number, signal.SIG_IGN)
     liveness.end_with_parent()
     with suppress(BrokenPipeError, ConnectionResetError):  # rank 0 has ended
-        serve(socket.socket(fileno=descriptor), memory)
+        serve(socket.socket(fileno=descriptor), memory, lifeline)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:]))

@@ -16,9 +16,11 @@ from torch import Tensor
 from quire.common.errors import ConfigError
 from quire.config.parallel import Range, Shard
 from quire.kernels.backends import backend_for, backend_of
-from quire.kernels.backends.native.arguments import FORMAT_CODES
+from quire.kernels.backends.native.arguments import DTYPE_CODES, FORMAT_CODES, activation_code
 from quire.kernels.backends.native.backend import NativeBackend
 from quire.kernels.checks import kernel_errors, refusal
+from quire.kernels.experts.weights import ExpertRows
+from quire.kernels.variants import ActivationKind
 from quire.kernels.weights import Matrix, PackedWeight, QuantizedWeight, StackedWeight
 
 
@@ -151,6 +153,32 @@ class Gather:
         given = self._ranks.group.address, x.data_ptr(), num_rows, bounds.ctypes.data, out.data_ptr()
         with kernel_errors():
             native_kernels().gather_parts(*given, sum(self._sizes) * x.element_size(), first_only)
+
+
+class GatherRows:
+    """Gives all ranks the rows of all experts, of which each has computed those of its own."""
+
+    def __init__(self, ranks: Ranks, sizes: Sequence[int]) -> None:
+        """`sizes`: the experts of each rank. Recordings read their bounds, so these stay in place."""
+        self._ranks, self._bounds = ranks, np.cumsum([0, *sizes])
+
+    def gated_activation(self, x: Tensor, own: ExpertRows, kind: ActivationKind) -> Tensor:
+        """As kernels.gated_activation, of this rank's rows alone; the others of the result are undefined."""
+        backend, width = backend_of(x), x.shape[1] // 2
+        if self._ranks.group is None:
+            return backend.gated_activation(x, kind)
+        out = backend.empty((len(x), width), x.dtype)
+        given = DTYPE_CODES[x.dtype], *activation_code(kind), x.data_ptr(), own.starts.data_ptr(), len(own.starts) - 1
+        native_kernels().gated_expert_rows(*given, width, out.data_ptr())
+        return out
+
+    def __call__(self, y: Tensor, rows: ExpertRows) -> Tensor:
+        """y [num_pairs, width] contiguous, in the order of `rows`; what the others have computed is written to it."""
+        if self._ranks.group is not None:
+            given = self._ranks.group.address, y.data_ptr(), y.shape[1] * y.element_size()
+            with kernel_errors():
+                native_kernels().gather_expert_rows(*given, rows.starts.data_ptr(), self._bounds.ctypes.data)
+        return y
 
 
 class SharedTable:

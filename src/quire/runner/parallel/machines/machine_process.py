@@ -36,6 +36,7 @@ def serve(
     start = connection.receive(TO_RANK)
     if not isinstance(start, Start):
         return
+    liveness.hang_timeout_s = start.hang_timeout_s
     if pins and own.cpus:
         os.sched_setaffinity(0, own.cpus)  # before torch starts threads
     threading.Thread(target=beat, args=(sender, has_ended), daemon=True).start()

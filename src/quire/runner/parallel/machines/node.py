@@ -16,7 +16,6 @@ from quire.common.log import logger, show_messages
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.kv_cache import KVCacheConfig
 from quire.config.machine import format_bytes, machine_memory
-from quire.config.parallel import Shard
 from quire.runner.parallel.links import end_of, start_child
 from quire.runner.parallel.machines.nodes import fingerprint, join
 
@@ -118,7 +117,7 @@ def _needed_bytes(config: EngineConfig, kv_cache: KVCacheConfig, num_own: int) -
     from quire.models.weights.usage import weight_use
 
     num_ranks, lora = config.parallel.tensor_parallel_size, config.lora
-    ranks = None if num_ranks == 1 else kernels.Ranks(Shard(0, num_ranks))
+    ranks = None if num_ranks == 1 else kernels.Ranks(config.parallel.shard(0))
     of_rank = weight_use(config.model, ranks).num_bytes
     of_rank += activation_bytes(config.model, config.scheduler.max_num_batched_tokens, lora, ranks)
     of_rank += 0 if lora is None else adapter_reserve(config.model, lora, ranks)

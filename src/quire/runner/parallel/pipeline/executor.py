@@ -7,6 +7,7 @@ from pathlib import Path
 from socket import socket
 from typing import Protocol
 
+from quire.common import liveness
 from quire.common.batch import Batch, StepResult, encode
 from quire.common.errors import EngineBrokenError, error_named
 from quire.common.params import PoolerInfo
@@ -76,7 +77,8 @@ class PipelineExecutor:
         self._own: StageExecutor | None = None
         try:
             shares = [to_bytes(*share) for share in zip(configs, caches, strict=True)]
-            links.send_each([to_frame(StageStart(number, share)) for number, share in enumerate(shares[:-1])])
+            starts = [StageStart(number, share, liveness.hang_timeout_s) for number, share in enumerate(shares[:-1])]
+            links.send_each([to_frame(start) for start in starts])
             self._own = make_stage(configs[-1], caches[-1])
             check_loaded(links.wait())
         except BaseException:

@@ -16,10 +16,6 @@ from quire.runner.parallel.links import EXIT_S, PATIENCE_S, ChildProcess, RankPr
 from quire.runner.parallel.messages import Connection, Done, Failed, Message, to_frame
 from quire.runner.parallel.pipeline.messages import FROM_STAGE, Beat, StageReady, States, StepFailed
 
-SILENCE_S = 10.0
-"""How long at most nothing may come from a stage that has loaded. It sends a Beat every second, also while it computes.
-"""
-_LEAST_SILENCE_S = 3.0
 _TICK_S = 0.1
 _OTHER_BYTES = 1024**2
 """Of a frame, beside the states in it."""
@@ -42,7 +38,7 @@ class DistantStage:
     def __init__(self, sock: socket.socket) -> None:
         self._address = sock.getpeername()[0]
 
-    def end(self) -> str:
+    def end(self, patience_s: float = EXIT_S) -> str:
         """As RankProcess."""
         return f"at {self._address} has ended, or cannot be reached"
 
@@ -94,7 +90,7 @@ class StageLink:
 
     def _read(self) -> str:
         """Read what it sends until its end. Returns why nothing more is read, if the stage has not ended."""
-        while self._reading.is_readable(limit_s := _silence_s() if self._is_loaded else PATIENCE_S):
+        while self._reading.is_readable(limit_s := liveness.silence_s() if self._is_loaded else PATIENCE_S):
             self._reading.socket.settimeout(limit_s)
             try:
                 frame = self._reading.receive_frame()
@@ -169,11 +165,6 @@ def check_loaded(answers: Sequence[StageReady | Failed]) -> None:
     isas = {answer.isa for answer in answers if isinstance(answer, StageReady)} | {kernels.isa()}
     if len(isas) > 1:
         logger.warning("different kernels (%s) compute one model: the output is not that of one of them alone", isas)
-
-
-def _silence_s() -> float:
-    """SILENCE_S, or a shorter time after which an engine without progress is ended."""
-    return min(SILENCE_S, max(_LEAST_SILENCE_S, liveness.hang_timeout_s or SILENCE_S))
 
 
 def _launched(launch: Launch, its: socket.socket) -> RankProcess:

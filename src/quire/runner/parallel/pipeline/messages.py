@@ -13,6 +13,8 @@ class StageStart(Message):
     number: int
     share: bytes
     """EngineConfig and KVCacheConfig, as `configs.to_bytes` writes them."""
+    hang_timeout_s: float | None = None
+    """As in `liveness`, of the engine."""
 
 
 class StageReady(Message):

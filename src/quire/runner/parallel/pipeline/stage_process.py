@@ -67,6 +67,7 @@ def serve(sock: socket.socket, own: Own | None = None, *, pins: bool = True) -> 
     start = connection.receive(TO_STAGE)
     if not isinstance(start, StageStart):
         return
+    liveness.hang_timeout_s = start.hang_timeout_s
     config, kv_cache = from_bytes(start.share)
     assert isinstance(config, EngineConfig)
     assert isinstance(kv_cache, KVCacheConfig)
