@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from math import log
 
 _NEW_SHARE = 0.05
@@ -14,7 +14,8 @@ def best_lengths(
     num_decodes: int,
     seconds: Callable[[int], float],
     most: int,
-    is_new: Callable[[int], bool] = lambda _: False,
+    num_rows: int = 0,
+    recorded: Container[int] = range(0),
 ) -> list[int]:
     """For each sequence, the number of its drafts to verify, at most `most` in all.
 
@@ -36,12 +37,13 @@ def best_lengths(
     best, best_gain, tokens_gain, alone = 0, 0.0, 0.0, seconds(0)
     for count, (negative, _) in enumerate(worth[:most], start=1):
         tokens_gain -= negative
-        if count % _spacing(count):
+        is_new = num_rows + count not in recorded
+        if is_new and (num_rows + count) % _spacing(num_rows + count):
             continue
         gain = tokens_gain - num_decodes * log(seconds(count) / alone)
         if gain <= 0.0:
             continue
-        gain -= num_decodes * _NEW_SHARE * is_new(count)
+        gain -= num_decodes * _NEW_SHARE * is_new
         if not best or gain > best_gain:
             best, best_gain = count, gain
     lengths = [0] * len(odds)
@@ -50,9 +52,9 @@ def best_lengths(
     return lengths
 
 
-def _spacing(count: int) -> int:
-    """The distance between numbers of drafts that are chosen: of 4 to 7 every second one, of 8 to 15 every fourth."""
-    return 1 << max(0, count.bit_length() - 2)
+def _spacing(num_rows: int) -> int:
+    """The distance between numbers of rows that are recorded: from 9 to 16 every second one, to 32 every fourth."""
+    return 1 << max(0, (num_rows - 1).bit_length() - 3)
 
 
 def first_lengths(given: Sequence[int], most: int) -> list[int]:
