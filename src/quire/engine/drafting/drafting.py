@@ -73,7 +73,7 @@ class Drafting:
         self._search_time = SearchTime(SHORTEST_STEP_S if config.method == "auto" and config.is_adaptive else 0.0)
         self._last_shape = 0, 0
         self._num_equal_steps = 0
-        self._recorded = set[int]()
+        self._seen_rows = set[int]()
         self._calibrations = {drafter.name: Calibration() for drafter in drafters}
 
     @property
@@ -157,11 +157,11 @@ class Drafting:
             self._search_time.observe_steps(seconds, self._num_equal_steps, len(batch.sequences))
             self._last_shape, self._num_equal_steps = shape, 0
             if all(s.drawn is not None and len(s.token_ids) == s.drawn.num_rows for s in batch.sequences):
-                if batch.num_tokens in self._recorded:
+                if batch.num_tokens in self._seen_rows:
                     self.row_times.observe(batch.num_tokens, seconds)
                     if self.model is not None:
                         self.model.observe(drafting_s, num_passes, self.row_times.pace)
-                self._recorded.add(batch.num_tokens)  # the first step with a number of rows takes longer
+                self._seen_rows.add(batch.num_tokens)  # the first step with a number of rows takes longer
 
     def finish(self, group: SequenceGroup, seq: Seq) -> None:
         """A sequence has ended."""
@@ -210,7 +210,8 @@ class Drafting:
             needed = least_odds(num_decodes, len(sequences), seconds)
             drafts = [self._draft(group, seq, needed) for group, seq in sequences]
             odds = [draft.odds for draft in drafts]
-            lengths = best_lengths(odds, num_decodes, seconds, most, num_step_tokens, self._recorded)
+            num_rows = num_step_tokens if num_decodes == num_step_tokens else None
+            lengths = best_lengths(odds, num_decodes, seconds, most, num_rows)
         for (_, seq), length in zip(sequences, lengths, strict=True):
             if not length and seq.drafting is not None:
                 seq.drafting.wait(_LONGEST_SEARCH_PAUSE)
