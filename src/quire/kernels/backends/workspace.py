@@ -68,7 +68,7 @@ class Workspace:
             self._regions.append(_Region(max(num_bytes, self._region_bytes)))
             piece = self._regions[-1].take(num_bytes)
             assert piece is not None
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]  # what a recording refuses is not here
+        with torch._C._DisableTorchDispatch():  # a recording, which looks at all else, need not look at this
             return torch.frombuffer(piece, dtype=dtype, count=count).view(shape)
 
     def holds(self, address: int) -> bool:
