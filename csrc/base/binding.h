@@ -34,15 +34,16 @@ void add_function(nb::module_& module, const char* name, Result (*run)(Args...),
   module.def(name, [run](Passed<Args>... args) { return run(received<Args>(args)...); }, extra...);
 }
 
-// Adds such a function, which runs a kernel and adds it to the graph where one is being recorded.
+// Adds such a function, which runs a kernel, or adds it to the graph that is being recorded.
 template <typename... Args, typename Run>
 void add_recorded(nb::module_& module, const char* name, Run run) {
   module.def(
       name,
       [run](Passed<Args>... args) {
         const auto call = [=] { run(received<Args>(args)...); };
-        call();
-        if (KernelGraph* graph = KernelGraph::recording()) graph->add(call);
+        KernelGraph* graph = KernelGraph::recording();
+        if (graph == nullptr || graph->runs()) call();
+        if (graph != nullptr) graph->add(call);
       },
       Unlocked());
 }

@@ -6,7 +6,7 @@ namespace quire {
 void bind_graph(nb::module_& module) {
   nb::class_<KernelGraph>(module, "KernelGraph")
       .def(nb::init<>())
-      .def("begin", [](KernelGraph& graph) { KernelGraph::recording() = &graph; })
+      .def("begin", &KernelGraph::begin)
       .def("end", [](KernelGraph&) { KernelGraph::recording() = nullptr; })
       .def("add",  // a call of Python's, between those of kernels
            [](KernelGraph& graph, nb::object call) {

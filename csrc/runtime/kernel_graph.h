@@ -1,5 +1,5 @@
-// A forward pass as a list of kernel calls, recorded while it runs and replayed without the interpreter in between, as
-// CUDA graphs are. A replay reads and writes the addresses of the recording; what is new lies there before it starts.
+// A forward pass as a list of kernel calls, recorded and then replayed without the interpreter in between, as CUDA
+// graphs are. A replay reads and writes the addresses of the recording; what is new lies there before it starts.
 #pragma once
 
 #include <functional>
@@ -16,6 +16,14 @@ class KernelGraph {
     return graph;
   }
 
+  // Makes it what this thread's kernel calls are recorded into. They run meanwhile only if `runs`.
+  void begin(bool runs) {
+    runs_ = runs;
+    recording() = this;
+  }
+
+  bool runs() const { return runs_; }
+
   void add(std::function<void()> call) { calls_.push_back(std::move(call)); }
 
   void replay() const {
@@ -26,6 +34,7 @@ class KernelGraph {
 
  private:
   std::vector<std::function<void()>> calls_;
+  bool runs_ = false;
 };
 
 }  // namespace quire

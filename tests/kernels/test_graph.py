@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -94,6 +95,26 @@ def test_a_replay_computes_from_what_is_in_place_now():
         graph.replay()
         assert torch.equal(out, kernels.activation(kernels.matmul(x, weight), "relu"))
     assert len(graph) == 2, "nothing is recorded any more"
+
+
+def run_and_compute(x: torch.Tensor) -> None:
+    kernels.scale(x, 5.0)
+    x.sum()
+
+
+@needs_native
+@pytest.mark.parametrize("with_torch", [False, True])
+def test_kernels_run_when_all_are_recorded_or_at_once_beside_torch(with_torch):
+    values = np.ones((2, 8), np.float32)
+    x, graph = torch.from_numpy(values), kernels.backend_for("cpu").graph()
+    with kernels.Workspace().recording(), graph.record(with_torch=with_torch):
+        kernels.scale(x, 2.0)
+        assert (values == (2 if with_torch else 1)).all()
+        kernels.scale(x, 3.0)
+    assert (values == 6).all(), "each once"
+    with pytest.raises(KernelError, match="missing in the replay"), kernels.Workspace().recording(), graph.record():
+        run_and_compute(x)
+    assert (values == 6).all(), "a recording that failed is not run"
 
 
 CONSTANTS = torch.linspace(0.5, 2, 8), torch.arange(6), torch.linspace(-1, 1, 24).view(6, 4)

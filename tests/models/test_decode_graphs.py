@@ -2,8 +2,10 @@
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -47,16 +49,18 @@ class Decoding:
         self.rng = random.Random(3)
         self.graphs = DecodeGraphs(self.model, self.kv, BLOCK_SIZE, blocks_per_seq, kernels.Workspace())
 
-    def step(self, running: list[int]) -> tuple[ScheduledSequence, ...]:
-        """The next token of each of `running`. A table is the same object until it has to grow, as in an engine."""
+    def step(self, running: list[int], counts: Sequence[int] = ()) -> tuple[ScheduledSequence, ...]:
+        """The next token of each of `running`, or as many as `counts` says, each of which draws. A table is the same
+        object until it has to grow, as in an engine."""
         scheduled = []
-        for s in running:
-            if self.lens[s] % BLOCK_SIZE == 0:
-                length = self.lens[s] // BLOCK_SIZE + 1
+        for s, count in zip(running, counts or [1] * len(running), strict=True):
+            start, end = self.lens[s], self.lens[s] + count
+            if -(-end // BLOCK_SIZE) > -(-start // BLOCK_SIZE):
+                length = -(-end // BLOCK_SIZE)
                 self.tables[s] = tuple(blocks[:length].copy() for blocks in self.blocks[s])
-            token = (self.rng.randrange(90),)
-            scheduled.append(ScheduledSequence(s, token, self.lens[s], self.tables[s], DRAWN))
-            self.lens[s] += 1
+            tokens = tuple(self.rng.randrange(90) for _ in range(count))
+            scheduled.append(ScheduledSequence(s, tokens, start, self.tables[s], DrawnRows((GREEDY,), 0, count)))
+            self.lens[s] = end
         return tuple(scheduled)
 
     def called(self, sequences: tuple[ScheduledSequence, ...]) -> Tensor:
@@ -80,6 +84,41 @@ def test_every_model_can_be_replayed(variant: str, save_checkpoint: Any) -> None
             assert torch.equal(actual, expected)
             seen.append(actual[0].clone())
         assert len({tuple(row.tolist()) for row in seen}) == len(seen), "every step should have logits of its own"
+
+
+ROWS = [[4], [1, 1, 1, 1], [2, 2], [1, 3], [4], [2, 1, 1], [3, 1], [1, 2, 1]]
+"""Of the sequences of steps that have four rows each."""
+
+
+@needs_native
+@torch.inference_mode()
+@pytest.mark.parametrize("variant", ["llama-gqa", "deepseek-v2", "gemma3", "gpt-oss"])
+def test_steps_with_as_many_rows_replay_one_recording(variant: str, save_checkpoint: Any) -> None:
+    architecture, fields = VARIANTS[variant]
+    folder, _ = save_checkpoint(architecture, **fields)
+    decoding = Decoding(ModelConfig.resolve(str(folder), dtype="float32"), 4, "auto")
+    for counts in ROWS:
+        sequences = decoding.step([*range(3, 3 - len(counts), -1)], counts)
+        expected = decoding.called(sequences)
+        assert torch.equal(decoding.graphs.logits(sequences), expected)
+    assert len(decoding.graphs._recorded) == 1
+
+
+@needs_native
+@torch.inference_mode()
+def test_passes_that_draft_for_nearly_as_many_sequences_replay_one_recording() -> None:
+    decoding, recorded = Decoding(ModelConfig.resolve("quire-draft", dtype="float32"), 4, "auto"), []
+    for counts, drafting in (([2, 2, 1, 1], 4), ([1, 2, 2, 1], 3), ([6], 1), ([3, 1, 2], 2), ([3, 3], 0), ([1, 5], 2)):
+        sequences = decoding.step([*range(len(counts))], counts)
+        ends = torch.tensor([sum(counts[: place + 1]) - 1 for place in range(drafting)], dtype=torch.int64)
+        passes = [
+            msgspec.structs.replace(s, drawn=DRAWN if place < drafting else None) for place, s in enumerate(sequences)
+        ]
+        expected = decoding.called(sequences)[ends]
+        actual = decoding.graphs.last_logits(passes)
+        assert (actual is None) if drafting == 0 else torch.equal(actual, expected)
+        recorded.append(len(decoding.graphs._recorded))
+    assert recorded == [1, 1, 2, 3, 4, 4], "for 4, 1, 2 and none"
 
 
 @needs_native

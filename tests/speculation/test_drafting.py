@@ -132,6 +132,7 @@ def test_a_step_with_prompts_is_timed_as_such() -> None:
     assert propose(drafting, group, num_tokens=9) == [()], "before the first step nothing is known"
     pairs = [(group, group.seqs[0])]
     assert drafting.propose(pairs, 9, 9, lambda n: 1.0 + n) == [(1,)]
+    assert drafting.propose(pairs, 10, 9, lambda n: 1.0 + n) == [(1,)], "it is not recorded, so it may have eleven rows"
     group.seqs[0].drafting = None
     assert drafting.propose(pairs, 9, 9, lambda n: 1.0 if n == 9 else 2.0) == [()]
 
@@ -159,12 +160,13 @@ def test_rows_are_timed_by_steps_of_decodes_after_the_first_of_each_shape() -> N
     assert drafting.row_times.shape(4) / drafting.row_times.shape(1) == pytest.approx(3.0, rel=0.05)
 
 
-def test_shapes_that_were_seen_are_a_bounded_number(monkeypatch) -> None:
-    monkeypatch.setattr("quire.engine.drafting.drafting._MOST_SHAPES", 3)
-    drafting = drafting_of()
-    for rows in range(1, 20):
-        drafting.observe_step(batch_of((rows, rows)), 1.0)
-        assert len(drafting._seen_shapes) <= 3
+@pytest.mark.usefixtures("_searching")
+def test_the_second_step_with_a_number_of_rows_says_how_long_they_take_whichever_sequences_have_them() -> None:
+    drafting, rows = drafting_of(), []
+    drafting.row_times.observe = lambda *arguments: rows.append(arguments)
+    for shape in ([(2, 2), (2, 2)], [(4, 4)], [(1, 1)] * 4, [(3, 3)]):
+        drafting.observe_step(batch_of(*shape), 1.0)
+    assert rows == [(4, 1.0)] * 2
 
 
 @pytest.mark.usefixtures("_searching")

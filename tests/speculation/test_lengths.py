@@ -23,7 +23,7 @@ def test_drafts_are_verified_while_they_make_tokens_cheaper() -> None:
     def seconds(n: int) -> float:
         return 1.0 + 0.3 * n
 
-    assert best_lengths([[0.9] * 8], 1, seconds, 8) == [6]
+    assert best_lengths([[0.9] * 8], 1, seconds, 8) == [5]
     assert best_lengths([[0.25] * 8], 1, seconds, 8) == [0]
     assert best_lengths([[0.5]], 1, lambda n: 1.0 + 0.5 * n, 8) == [0], "where they change nothing, none"
     assert best_lengths([[0.25] * 8, [0.9]], 2, seconds, 8) == [0, 1]
@@ -52,17 +52,6 @@ def test_the_number_with_the_best_geometric_mean_of_speeds_is_found(slope: float
 
 def test_a_text_that_is_hard_to_foresee_gets_drafts_beside_one_that_is_easy() -> None:
     assert best_lengths([[0.9] * 8, [0.4]], 2, lambda n: 1.0 + 0.05 * n, 4) == [3, 1]
-
-
-def test_of_numbers_that_pay_one_that_is_not_new_is_preferred() -> None:
-    def chosen(slope: float, *seen: int) -> list[int]:
-        return best_lengths([[0.7] * 8], 1, lambda n: 1.0 + slope * n, 8, lambda n: n not in seen)
-
-    assert chosen(0.1) == chosen(0.1, *range(9)) == [4]
-    assert chosen(0.1, 3) == chosen(0.1, 3, 8) == [3], "nearly as good"
-    assert chosen(0.1, 1) == [4], "much worse"
-    assert chosen(0.6, 8) == [1], "new ones that pay are better than one that does not"
-    assert chosen(0.8, 1) == [0]
 
 
 def test_a_fixed_number_is_cut_where_rows_end() -> None:
@@ -263,9 +252,21 @@ def test_the_most_rows_of_a_step_are_learned_too() -> None:
     assert times.pace > 0
 
 
-def test_numbers_of_drafts_that_are_chosen_have_gaps_that_grow() -> None:
-    chosen = {best_lengths([[1.0] * 32], 1, lambda n: 1.0, most)[0] for most in range(1, 33)}
-    assert chosen == {1, 2, 3, *range(4, 8, 2), *range(8, 16, 4), *range(16, 33, 8)}
+@pytest.mark.parametrize("num_rows", [1, 3, 6])
+def test_numbers_of_rows_that_are_chosen_have_gaps_that_grow(num_rows: int) -> None:
+    def chosen(most: int, num_rows: int | None) -> int:
+        return sum(best_lengths([[1.0] * 200], 1, lambda n: 1.0, most, num_rows))
+
+    rows = {num_rows + chosen(most, num_rows) for most in range(201)}
+    grid = {*range(1, 8), *range(8, 16, 2), *range(16, 32, 4), *range(32, 64, 8), *range(64, 128, 16), 128, 160, 192}
+    assert rows == {each for each in grid if num_rows <= each <= num_rows + 200}
+    assert [chosen(most, None) for most in range(201)] == [*range(201)], "of a step that is not recorded, any"
+
+
+def test_the_best_number_is_found_among_the_rows_that_are_chosen() -> None:
+    assert best_lengths([[0.9] * 8], 1, lambda n: 1.0 + 0.05 * n, 8, 3) == [7]
+    assert best_lengths([[0.9] * 8], 1, lambda n: 1.0 + 0.05 * n, 8, 4) == [8], "of 6 and 8"
+    assert best_lengths([[0.9]], 1, lambda n: 1.0, 8, 8) == [0], "one draft would make nine rows"
 
 
 def test_searches_that_save_nothing_take_a_small_share_of_the_time() -> None:

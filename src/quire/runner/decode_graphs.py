@@ -1,7 +1,10 @@
-"""Decode steps, recorded once for each number of sequences and rows, with and without adapters, then replayed.
+"""Decode steps, recorded once for each number of rows, with and without adapters, then replayed.
 
 In a decode step each sequence runs the tokens whose successors it draws: its newest token, and drafts behind it. Passes
 of what drafts are recorded too, of which the last row of each sequence is read, or none.
+
+Sequences are followed by empty ones until there are as many as rows. So steps with the same number of rows replay the
+same recording, whichever sequences have them, and a batch that shrinks needs few recordings.
 """
 
 from collections import OrderedDict
@@ -9,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,7 +28,7 @@ from quire.runner.row_layout import RowLayout, row_layout
 MAX_ROWS = 256
 """A step of more rows takes so long that Python's share of it no longer matters."""
 MAX_RECORDINGS = 512
-"""Recordings that are kept, the last used ones, since drafts make many combinations of sequences and rows."""
+"""Recordings that are kept, the last used ones, since passes that draft have many combinations of rows and logits."""
 
 
 class Recordable(Protocol):
@@ -81,7 +85,7 @@ class DecodeGraphs:
         self._slots = np.zeros((num_groups, MAX_ROWS), np.int64)
         self._block_tables = np.zeros((num_groups, MAX_ROWS, max_blocks), np.int32)
         self._known_tables: list[list[BlockIds | None]] = [[None] * MAX_ROWS for _ in range(num_groups)]
-        self._recorded: OrderedDict[tuple[int, int, bool, int | None], _Recorded] = OrderedDict()
+        self._recorded: OrderedDict[tuple[int, bool, int | None], _Recorded] = OrderedDict()
 
     def can_replay(self, sequences: Sequence[ScheduledSequence]) -> bool:
         """Whether backend and model can be recorded, and this is a decode step that is small enough."""
@@ -99,10 +103,13 @@ class DecodeGraphs:
         layout = row_layout(sequences)
         ends = zip(sequences, layout.query_start[1:].tolist(), strict=True)
         rows = [end - 1 for s, end in ends if s.drawn is not None]
-        if len(rows) == len(layout.token_ids):
-            return self._replayed(sequences, layout, None)
-        self._some_rows[: len(rows)] = rows
-        return self._replayed(sequences, layout, len(rows))
+        num_rows, num_drawn = len(layout.token_ids), len(rows)
+        if num_drawn in (0, num_rows):
+            return self._replayed(sequences, layout, None if rows else 0)
+        num_logits = min(num_rows, 1 << (num_drawn - 1).bit_length())  # more are computed, and fewer numbers recorded
+        self._some_rows[:num_logits] = (*rows, *repeat(0, num_logits - num_drawn))
+        logits = self._replayed(sequences, layout, num_logits)
+        return None if logits is None else logits[:num_drawn]
 
     def advance(self, sequences: Sequence[ScheduledSequence]) -> None:
         """As `logits`, in a stage that has no logits."""
@@ -113,7 +120,7 @@ class DecodeGraphs:
     ) -> Tensor | None:
         """The logits of the first `num_logits` of `_some_rows`, or of every row."""
         self._fill(sequences, layout)
-        shape = len(sequences), len(layout.token_ids), layout.adapters is not None, num_logits
+        shape = len(layout.token_ids), layout.adapters is not None, num_logits
         recorded = self._recorded.get(shape)
         if recorded is None:
             recorded = self._recorded[shape] = self._record(*shape)
@@ -130,7 +137,9 @@ class DecodeGraphs:
         self._token_ids[:num_rows] = layout.token_ids
         self._positions[:num_rows] = layout.positions
         self._query_start[: num_seqs + 1] = layout.query_start
+        self._query_start[num_seqs + 1 : num_rows + 1] = num_rows
         self._seq_lens[:num_seqs] = layout.seq_lens
+        self._seq_lens[num_seqs:num_rows] = 0
         if layout.adapters is not None:
             self._adapters[:num_rows] = layout.adapters
         for group, known in enumerate(self._known_tables):
@@ -142,11 +151,11 @@ class DecodeGraphs:
                     known[place] = table
             self._slots[group, :num_rows] = layout.slots(tables, self._block_size)
 
-    def _record(self, num_seqs: int, num_rows: int, has_adapters: bool, num_logits: int | None) -> _Recorded:
+    def _record(self, num_rows: int, has_adapters: bool, num_logits: int | None) -> _Recorded:
         """Run the step, and keep what it ran."""
         graph, logits = self._backend.graph(), None
         with self._workspace.recording(), graph.record(with_torch=self._model.needs_torch):
-            tensors = self._tensors(num_seqs, num_rows, has_adapters, num_logits)
+            tensors = self._tensors(num_rows, has_adapters, num_logits)
             hidden = self._model(tensors, self._kv)  # [num_rows, hidden]
             if num_logits is not None:
                 hidden = kernels.embedding(tensors.logit_rows, hidden)
@@ -154,17 +163,17 @@ class DecodeGraphs:
                 logits = kernels.borrowed(self._model.compute_logits(hidden))
         return _Recorded(graph, logits)
 
-    def _tensors(self, num_seqs: int, num_rows: int, has_adapters: bool, num_logits: int | None) -> BatchTensors:
+    def _tensors(self, num_rows: int, has_adapters: bool, num_logits: int | None) -> BatchTensors:
         def first(array: np.ndarray, count: int) -> Tensor:
             return torch.from_numpy(array[:count])
 
         return BatchTensors(
             token_ids=first(self._token_ids, num_rows),
             positions=first(self._positions, num_rows),
-            query_start=first(self._query_start, num_seqs + 1),
-            seq_lens=first(self._seq_lens, num_seqs),
+            query_start=first(self._query_start, num_rows + 1),
+            seq_lens=first(self._seq_lens, num_rows),
             groups=tuple(
-                GroupTensors(first(slots, num_rows), first(tables, num_seqs))
+                GroupTensors(first(slots, num_rows), first(tables, num_rows))
                 for slots, tables in zip(self._slots, self._block_tables, strict=True)
             ),
             logit_rows=first(self._every_row, num_rows) if num_logits is None else first(self._some_rows, num_logits),

@@ -35,7 +35,6 @@ _LONGEST_PAUSE = 16
 """Steps in which no draft of a sequence is looked for after several were wrong."""
 _LONGEST_SEARCH_PAUSE = 4
 """The same after several searches that found nothing worth its time."""
-_MOST_SHAPES = 4096
 _EQUAL_STEPS = 8
 _MOST_TENANTS = 64
 OTHER_TENANTS = "other"
@@ -74,7 +73,7 @@ class Drafting:
         self._search_time = SearchTime(SHORTEST_STEP_S if config.method == "auto" and config.is_adaptive else 0.0)
         self._last_shape = 0, 0
         self._num_equal_steps = 0
-        self._seen_shapes = set[tuple[int, int]]()
+        self._seen_rows = set[int]()
         self._calibrations = {drafter.name: Calibration() for drafter in drafters}
 
     @property
@@ -158,13 +157,11 @@ class Drafting:
             self._search_time.observe_steps(seconds, self._num_equal_steps, len(batch.sequences))
             self._last_shape, self._num_equal_steps = shape, 0
             if all(s.drawn is not None and len(s.token_ids) == s.drawn.num_rows for s in batch.sequences):
-                if shape in self._seen_shapes:
+                if batch.num_tokens in self._seen_rows:
                     self.row_times.observe(batch.num_tokens, seconds)
                     if self.model is not None:
                         self.model.observe(drafting_s, num_passes, self.row_times.pace)
-                elif len(self._seen_shapes) == _MOST_SHAPES:
-                    self._seen_shapes.clear()
-                self._seen_shapes.add(shape)  # the first step of a shape is recorded, which takes longer
+                self._seen_rows.add(batch.num_tokens)  # the first step with a number of rows takes longer
 
     def finish(self, group: SequenceGroup, seq: Seq) -> None:
         """A sequence has ended."""
@@ -212,12 +209,9 @@ class Drafting:
                 return [()] * len(sequences)
             needed = least_odds(num_decodes, len(sequences), seconds)
             drafts = [self._draft(group, seq, needed) for group, seq in sequences]
-            odds, seen = [draft.odds for draft in drafts], self._seen_shapes
-
-            def is_new(num_drafts: int) -> bool:
-                return (num_decodes, num_step_tokens + num_drafts) not in seen
-
-            lengths = best_lengths(odds, num_decodes, seconds, most, is_new)
+            odds = [draft.odds for draft in drafts]
+            num_rows = num_step_tokens if num_decodes == num_step_tokens else None
+            lengths = best_lengths(odds, num_decodes, seconds, most, num_rows)
         for (_, seq), length in zip(sequences, lengths, strict=True):
             if not length and seq.drafting is not None:
                 seq.drafting.wait(_LONGEST_SEARCH_PAUSE)

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import log
 
-_NEW_SHARE = 0.05
-"""Of the time of a step: what the first step of a shape takes longer, shared by those that follow."""
-
 
 def best_lengths(
     odds: Sequence[Sequence[float]],
     num_decodes: int,
     seconds: Callable[[int], float],
     most: int,
-    is_new: Callable[[int], bool] = lambda _: False,
+    num_rows: int | None = None,
 ) -> list[int]:
     """For each sequence, the number of its drafts to verify, at most `most` in all.
 
@@ -22,8 +19,8 @@ def best_lengths(
     these among them, take part in the step, which takes `seconds(n)` with `n` drafts. What counts is the geometric mean
     of all sequences' tokens a second, so that none goes without drafts because others are easier to foresee. A draft is
     worth the share by which it raises the expected tokens of its sequence. They are added in the order of that, and the
-    best number is chosen: many numbers are looked at, since the time may grow by steps, and not all, since the first
-    step with each number takes longer. So of several that pay, those that are not `is_new` are preferred.
+    best number is chosen: many are looked at, since the time may grow by steps. A step that is recorded has `num_rows`
+    rows without drafts, and only some numbers of rows are chosen then, since the first step with each takes longer.
     """
     worth: list[tuple[float, int]] = []
     for index, of_sequence in enumerate(odds):
@@ -36,13 +33,10 @@ def best_lengths(
     best, best_gain, tokens_gain, alone = 0, 0.0, 0.0, seconds(0)
     for count, (negative, _) in enumerate(worth[:most], start=1):
         tokens_gain -= negative
-        if count % _spacing(count):
+        if num_rows is not None and (num_rows + count) % _spacing(num_rows + count):
             continue
         gain = tokens_gain - num_decodes * log(seconds(count) / alone)
-        if gain <= 0.0:
-            continue
-        gain -= num_decodes * _NEW_SHARE * is_new(count)
-        if not best or gain > best_gain:
+        if gain > best_gain:
             best, best_gain = count, gain
     lengths = [0] * len(odds)
     for _, index in worth[:best]:
@@ -50,9 +44,9 @@ def best_lengths(
     return lengths
 
 
-def _spacing(count: int) -> int:
-    """The distance between numbers of drafts that are chosen: of 4 to 7 every second one, of 8 to 15 every fourth."""
-    return 1 << max(0, count.bit_length() - 2)
+def _spacing(num_rows: int) -> int:
+    """The distance between numbers of rows that are chosen: to 8 each one, to 16 every second, to 32 every fourth."""
+    return 1 << max(0, (num_rows - 1).bit_length() - 3)
 
 
 def first_lengths(given: Sequence[int], most: int) -> list[int]:

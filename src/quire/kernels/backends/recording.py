@@ -1,4 +1,4 @@
-"""A forward pass as one call: kernels recorded while they run, and replayed without Python between them."""
+"""A forward pass as one call: kernels recorded, and then replayed without Python between them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,13 +33,17 @@ class KernelGraph:
 
     @contextmanager
     def record(self, *, with_torch: bool = False) -> Iterator[None]:
-        """Record the kernels that this thread runs in the body; with torch's operations among them, these too."""
-        self._calls.begin()
+        """Record the kernels that this thread calls in the body, and run them at its end, when Python is through and
+        does not wait for memory that they read. With torch's operations among them, which may look at what kernels
+        have computed, these are recorded too, and all run at once."""
+        self._calls.begin(with_torch)
         try:
             with _TorchToo(self._calls) if with_torch else _OnlyViews():  # type: ignore[no-untyped-call]
                 yield
         finally:
             self._calls.end()
+        if not with_torch:
+            self.replay()
 
     def replay(self) -> None:
         """Run them again."""

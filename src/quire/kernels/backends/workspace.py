@@ -68,7 +68,8 @@ class Workspace:
             self._regions.append(_Region(max(num_bytes, self._region_bytes)))
             piece = self._regions[-1].take(num_bytes)
             assert piece is not None
-        return torch.frombuffer(piece, dtype=dtype, count=count).view(shape)
+        with torch._C._DisableTorchDispatch():  # a recording, which looks at all else, need not look at this
+            return torch.frombuffer(piece, dtype=dtype, count=count).view(shape)
 
     def holds(self, address: int) -> bool:
         """Whether the address lies in one of its regions."""
@@ -96,6 +97,7 @@ class _Region:
         self._memory = memoryview(_huge_pages(num_bytes))
         self.address, self.num_bytes = ctypes.addressof(ctypes.c_char.from_buffer(self._memory)), num_bytes
         self._free = [(0, num_bytes)]  # sorted, none touching the next
+        self._taken: dict[int, tuple[weakref.ref[memoryview], tuple[int, int]]] = {}
         self._returned: deque[tuple[int, int]] = deque()  # appended to when a tensor dies, which may be within `take`
 
     def take(self, num_bytes: int) -> memoryview | None:
@@ -105,9 +107,13 @@ class _Region:
             if end - start >= num_bytes:
                 self._free[i : i + 1] = [(start + num_bytes, end)] if end - start > num_bytes else []
                 piece = self._memory[start : start + num_bytes]
-                weakref.finalize(piece, self._returned.append, (start, start + num_bytes)).atexit = False
+                alive = weakref.ref(piece, self._give_back)  # `weakref.finalize` takes as long as a small kernel
+                self._taken[id(alive)] = alive, (start, start + num_bytes)
                 return piece
         return None
+
+    def _give_back(self, piece: weakref.ref[memoryview]) -> None:
+        self._returned.append(self._taken.pop(id(piece))[1])
 
     @property
     def num_bytes_taken(self) -> int:
