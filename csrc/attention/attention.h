@@ -139,8 +139,7 @@ class AttentionTask {
     for (int64_t r = 0; r < rows_; ++r) state.maxima[r] = -kInfinity;
   }
 
-  // Find keys [first, last) of the tile at `start`, packing them into the scratch if vectors would straddle blocks, or
-  // if they are rows.
+  // Find keys [first, last) of the tile at `start`, packing them into the scratch if they straddle blocks or are rows.
   void locate(int64_t start, int64_t first, int64_t last, int64_t kv_head, KeyTile<C>& tile) const {
     constexpr int64_t kPack = Lane::kPack;
     const bool in_place = a_.block_size % W == 0 && !a_.has_key_rows();
@@ -148,9 +147,10 @@ class AttentionTask {
     tile.start = start;
     tile.lane_stride = kPack * (in_place ? a_.block_size : kTileKeys);
     const C* rows[kTileKeys];
-    for (int64_t key = first; key < last;) {
-      const int64_t run = min_of(last - key, a_.block_size - (start + key) % a_.block_size);
-      const BlockSlot<C> slot = find_slot<C>(a_, item_.seq, kv_head, start + key);
+    int64_t index = (start + first) / a_.block_size, offset = (start + first) % a_.block_size;
+    for (int64_t key = first; key < last; ++index, offset = 0) {
+      const int64_t run = min_of(last - key, a_.block_size - offset);
+      const BlockSlot<C> slot = find_slot<C>(a_, item_.seq, kv_head, index, offset);
       for (int64_t i = 0; i < run; ++i) tile.values[key + i] = slot.values + i * a_.head_dim;
       if (in_place) {
         for (int64_t v = key / W; v * W < key + run; ++v) tile.vectors[v] = slot.keys + (v * W - key) * kPack;

@@ -38,18 +38,17 @@ QUIRE_INLINE int64_t key_lanes(const AttentionArgs& args) {
   return args.head_dim / KeyLane<C>::kPack + KeyLane<C>::kScaleLanes;
 }
 
-// Keys and values from a slot of a block of one head on; of latents, which are both, only values.
+// Keys and values from a slot of a sequence's block `index` on, of one head; of latents, which are both, only values.
 template <typename C>
 struct BlockSlot {
   const C *keys, *values;
 };
 
 template <typename C>
-static inline BlockSlot<C> find_slot(const AttentionArgs& args, int64_t seq, int64_t kv_head, int64_t key) {
-  const int64_t block = args.block_tables == nullptr
-                            ? args.query_start[seq] + key
-                            : args.block_tables[seq * args.table_stride + key / args.block_size];
-  const int64_t offset = key % args.block_size;
+static inline BlockSlot<C> find_slot(const AttentionArgs& args, int64_t seq, int64_t kv_head, int64_t index,
+                                     int64_t offset) {
+  const int64_t block =
+      args.block_tables == nullptr ? args.query_start[seq] + index : args.block_tables[seq * args.table_stride + index];
   const C* values = static_cast<const C*>(args.v_cache) + block * args.v_block_stride +
                     (kv_head * args.block_size + offset) * args.head_dim;
   if (args.has_latents()) return {nullptr, values};
@@ -118,12 +117,14 @@ class LookAhead {
     if (key_ >= min_of(start_ + kTileKeys, last_) || item_ == end_ || a_.block_size % W != 0) return false;
     const int64_t heads = item_->num_kv_heads, lanes = heads * key_lanes<C>(a_);
     const int64_t key_rows = a_.has_latents() ? 0 : is_in_lanes() ? lanes : 1, value_rows = is_in_lanes() ? heads : 1;
-    const BlockSlot<C> slot = find_slot<C>(a_, item_->seq, item_->kv_head, key_);
+    if (row_ == 0) {
+      slot_ = find_slot<C>(a_, item_->seq, item_->kv_head, key_ / a_.block_size, key_ % a_.block_size);
+    }
     if (row_ < key_rows) {
-      next_ = reinterpret_cast<const char*>(slot.keys) + row_ * a_.block_size * 4;
+      next_ = reinterpret_cast<const char*>(slot_.keys) + row_ * a_.block_size * 4;
       piece_end_ = next_ + piece_keys() * 4 * lanes / key_rows;
     } else {
-      next_ = reinterpret_cast<const char*>(slot.values + (row_ - key_rows) * a_.block_size * a_.head_dim);
+      next_ = reinterpret_cast<const char*>(slot_.values + (row_ - key_rows) * a_.block_size * a_.head_dim);
       piece_end_ = next_ + piece_keys() * a_.head_dim * int64_t(sizeof(C)) * heads / value_rows;
     }
     if (++row_ == key_rows + value_rows) {
@@ -139,6 +140,7 @@ class LookAhead {
   int64_t start_, last_;  // of the tile that is fetched, and of its item
   int64_t lead_;          // tiles between that tile and the one being computed
   int64_t key_, row_;     // of the piece that is fetched next
+  BlockSlot<C> slot_;     // of key_, where row_ is not 0
   const char *next_ = nullptr, *piece_end_ = nullptr;
 };
 
