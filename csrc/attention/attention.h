@@ -59,8 +59,9 @@ class AttentionTask {
           locate(start, first, last, item_.kv_head + head, tile);
           const int64_t around = uses_tiles() ? kStepKeys : 1;
           if (stages()) {
-            stage_values(tile, first / around * around, (last + around - 1) / around * around, 0, a_.value_dim,
-                         a_.row_stride, s_.values);
+            stage_values(tile, uses_tiles() && head_rows_ <= 2 * kMostAttentionRows ? &ahead : nullptr,
+                         first / around * around, (last + around - 1) / around * around, 0, a_.value_dim, a_.row_stride,
+                         s_.values);
           }
           run_tile(tile, head * head_rows_, state, ahead);
         }
@@ -139,8 +140,7 @@ class AttentionTask {
     for (int64_t r = 0; r < rows_; ++r) state.maxima[r] = -kInfinity;
   }
 
-  // Find keys [first, last) of the tile at `start`, packing them into the scratch if vectors would straddle blocks, or
-  // if they are rows.
+  // Find keys [first, last) of the tile at `start`, packing them into the scratch if they straddle blocks or are rows.
   void locate(int64_t start, int64_t first, int64_t last, int64_t kv_head, KeyTile<C>& tile) const {
     constexpr int64_t kPack = Lane::kPack;
     const bool in_place = a_.block_size % W == 0 && !a_.has_key_rows();
@@ -148,9 +148,10 @@ class AttentionTask {
     tile.start = start;
     tile.lane_stride = kPack * (in_place ? a_.block_size : kTileKeys);
     const C* rows[kTileKeys];
-    for (int64_t key = first; key < last;) {
-      const int64_t run = min_of(last - key, a_.block_size - (start + key) % a_.block_size);
-      const BlockSlot<C> slot = find_slot<C>(a_, item_.seq, kv_head, start + key);
+    int64_t index = (start + first) / a_.block_size, offset = (start + first) % a_.block_size;
+    for (int64_t key = first; key < last; ++index, offset = 0) {
+      const int64_t run = min_of(last - key, a_.block_size - offset);
+      const BlockSlot<C> slot = find_slot<C>(a_, item_.seq, kv_head, index, offset);
       for (int64_t i = 0; i < run; ++i) tile.values[key + i] = slot.values + i * a_.head_dim;
       if (in_place) {
         for (int64_t v = key / W; v * W < key + run; ++v) tile.vectors[v] = slot.keys + (v * W - key) * kPack;
@@ -261,8 +262,8 @@ class AttentionTask {
     for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
       const int64_t vector = first / W, vectors_end = (last + W - 1) / W;
       for (int64_t r = row; r < row + rows; ++r) {
-        softmax_row<typename Values::Prob>(scores(r), vector, vectors_end, late_scale(), s_.references[r], s_.decay[r],
-                                           row_sums(state, r));
+        softmax_row<typename Values::Prob>(uses_tiles() ? ahead : nullptr, scores(r), vector, vectors_end, late_scale(),
+                                           s_.references[r], s_.decay[r], row_sums(state, r));
       }
       if constexpr (kInt8) quantize_probs(tile, a_.head_dim, rows, scores(row), vector, vectors_end, s_.steps + row);
     });
@@ -317,13 +318,12 @@ class AttentionTask {
     if (relative.term == nullptr) return;
     const int64_t row = a_.num_heads * relative.num_terms, offset = head * relative.num_terms;
     const int64_t last = min_of(end * W, s_.end_keys[r] - start);
-    const float factor = a_.scale * kLog2E;
     for (int64_t i = max_of(vector * W, s_.first_keys[r] - start); i < last; ++i) {
       const int64_t term = offset + relative.term[first + i];
       float sum = 0.0f;
       if (relative.of_query != nullptr) sum += relative.of_query[(item_.token_begin + r / token_rows_) * row + term];
       if (relative.of_key != nullptr) sum += relative.of_key[(a_.query_start[item_.seq] + start + i) * row + term];
-      scores[i] += sum * factor;
+      scores[i] += sum * (a_.scale * kLog2E);
     }
   }
 

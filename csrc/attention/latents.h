@@ -77,7 +77,7 @@ static inline void add_latents(const AttentionArgs& args, const AttentionScratch
   const KeyRange all = seen_by(scratch, tile, begin, end);
   for (int64_t dim = 0; dim < args.value_dim; dim += kMostVectors * W) {
     const int64_t dims = min_of(kMostVectors * W, args.value_dim - dim);
-    stage_values(tile, all.first, all.last, dim, dim + dims, args.row_stride, scratch.values);
+    stage_values<C, LookAhead<C>>(tile, nullptr, all.first, all.last, dim, dim + dims, args.row_stride, scratch.values);
     for (int64_t row = begin; row < end; row += kMostAttentionRows) {
       const int64_t rows = min_of(kMostAttentionRows, end - row);
       const KeyRange keys = seen_by(scratch, tile, row, row + rows);

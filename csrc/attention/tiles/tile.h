@@ -227,16 +227,17 @@ struct ValueLane<int8_t> : ValuePairs {
 };
 
 // staged[i][d], rows `stride` apart: lane i of the values' dimensions [begin, end), for keys [first, last); what pads
-// them becomes 0.
-template <typename C>
-static inline void stage_values(const KeyTile<C>& tile, int64_t first, int64_t last, int64_t begin, int64_t end,
-                                int64_t stride, float* staged) {
+// them becomes 0. As many lines as are read are fetched ahead meanwhile, if `ahead` is not null.
+template <typename C, typename Ahead>
+static inline void stage_values(const KeyTile<C>& tile, Ahead* ahead, int64_t first, int64_t last, int64_t begin,
+                                int64_t end, int64_t stride, float* staged) {
   using Lane = ValueLane<C>;
   constexpr int64_t kDims = Lane::kVectors * W;
   for (int64_t i = first / Lane::kKeys; i * Lane::kKeys < last; ++i) {
     const auto stage = [&](int64_t dim, int64_t n) {
       typename Lane::Vector value[Lane::kVectors];
       Lane::make(tile.values + i * Lane::kKeys, dim, n, value);
+      if (ahead != nullptr) ahead->template fetch<kDims * Lane::kKeys* int(sizeof(C))>(0);
       for (int64_t v = 0; v < Lane::kVectors; ++v) Lane::store(staged + i * stride + dim - begin + v * W, value[v]);
     };
     int64_t dim = begin;
@@ -290,14 +291,18 @@ static inline void update_maxima(int64_t rows, float* maxima, float* references,
 }
 
 // Turn vectors [vector, end) of a row of scores, times `factor` (1 but on tiles), into probabilities relative to
-// `reference`, in place but as narrow as Prob; sums = sums * decay + all of them.
-template <typename Prob>
-QUIRE_INLINE void softmax_row(float* scores, int64_t vector, int64_t end, float factor, float reference, float decay,
-                              float* sums) {
+// `reference`, in place but as narrow as Prob; sums = sums * decay + all of them. On tiles, two lines for each vector
+// are fetched ahead meanwhile, if `ahead` is not null.
+template <typename Prob, typename Ahead>
+QUIRE_INLINE void softmax_row(Ahead* ahead, float* scores, int64_t vector, int64_t end, float factor, float reference,
+                              float decay, float* sums) {
   f32 sum = load(sums) * set1(decay);
   for (int64_t v = vector; v < end; ++v) {
     f32 score = load(scores + v * W);
-    if constexpr (kAmx) score = score * set1(factor);
+    if constexpr (kAmx) {
+      score = score * set1(factor);
+      if (ahead != nullptr) ahead->template fetch<128>(0);
+    }
     const f32 prob = exp2_for<Prob>(score - set1(reference));
     store(reinterpret_cast<Prob*>(scores) + v * W, prob);
     sum = sum + prob;
