@@ -59,7 +59,7 @@ class AttentionTask {
           locate(start, first, last, item_.kv_head + head, tile);
           const int64_t around = uses_tiles() ? kStepKeys : 1;
           if (stages()) {
-            stage_values(tile, uses_tiles() && head_rows_ <= 2 * kMostAttentionRows ? &ahead : nullptr,
+            stage_values(tile, ahead.pairs() && head_rows_ <= 2 * kMostAttentionRows ? &ahead : nullptr,
                          first / around * around, (last + around - 1) / around * around, 0, a_.value_dim, a_.row_stride,
                          s_.values);
           }
@@ -262,8 +262,9 @@ class AttentionTask {
     for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
       const int64_t vector = first / W, vectors_end = (last + W - 1) / W;
       for (int64_t r = row; r < row + rows; ++r) {
-        softmax_row<typename Values::Prob>(uses_tiles() ? ahead : nullptr, scores(r), vector, vectors_end, late_scale(),
-                                           s_.references[r], s_.decay[r], row_sums(state, r));
+        softmax_row<typename Values::Prob>(ahead != nullptr && ahead->pairs() ? ahead : nullptr, scores(r), vector,
+                                           vectors_end, late_scale(), s_.references[r], s_.decay[r],
+                                           row_sums(state, r));
       }
       if constexpr (kInt8) quantize_probs(tile, a_.head_dim, rows, scores(row), vector, vectors_end, s_.steps + row);
     });

@@ -67,7 +67,8 @@ class LookAhead {
       : a_(args), item_(items), end_(items + count) {
     enter_item();
     lead_ = 1;
-    pairs_ = kMayPair && !a_.has_latents() && a_.head_dim % 32 == 0 && !is_in_lanes();
+    pairs_ = kMayPair && !a_.has_latents() && a_.head_dim % 32 == 0 && !is_in_lanes() &&
+             a_.num_heads <= kMostPairedHeads * a_.num_kv_heads;
   }
 
   // The work begins the next tile: those up to it need not be fetched any more.
@@ -104,7 +105,12 @@ class LookAhead {
     return std::exchange(next_, next_ + bytes);
   }
 
+  // Whether keys and values are fetched in turns, and also beside staging and the softmax.
+  bool pairs() const { return pairs_; }
+
  private:
+  // The most heads of queries of a head of keys for that: with seven, too much was asked for at once.
+  static constexpr int64_t kMostPairedHeads = 4;
   // On tiles, a block's keys and values are fetched in turns: reading two pages at a time measured faster there. Both
   // take equally many bytes, a multiple of what a call asks for.
   static constexpr bool kMayPair = kAmx && sizeof(C) == sizeof(bf16);

@@ -58,8 +58,13 @@ static void score_on_tiles(const AttentionArgs& args, const AttentionScratch& sc
         multiply_tiles<2, 5, 6>(type);
         multiply_tiles<3, 5, 7>(type);
       }
-      // Half of what is read here: the rest is asked for beside the softmax and while values are staged.
-      for (int64_t i = 0; ahead != nullptr && i < 4; ++i) ahead->template fetch<256>(0);
+      if (ahead != nullptr && ahead->pairs()) {
+        // Half of what is read here: the rest is asked for beside the softmax and while values are staged.
+        for (int64_t i = 0; i < 4; ++i) ahead->template fetch<256>(0);
+      } else if (ahead != nullptr) {
+        ahead->template fetch<1024>(0);
+        ahead->template fetch<1024>(0);
+      }
     }
     float* to = scores + v * W;
     store_tile<0>(to, kStride);
