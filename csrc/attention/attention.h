@@ -262,9 +262,8 @@ class AttentionTask {
     for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
       const int64_t vector = first / W, vectors_end = (last + W - 1) / W;
       for (int64_t r = row; r < row + rows; ++r) {
-        softmax_row<typename Values::Prob>(ahead != nullptr && ahead->pairs() ? ahead : nullptr, scores(r), vector,
-                                           vectors_end, late_scale(), s_.references[r], s_.decay[r],
-                                           row_sums(state, r));
+        softmax_row<typename Values::Prob>(ahead, scores(r), vector, vectors_end, late_scale(), s_.references[r],
+                                           s_.decay[r], row_sums(state, r));
       }
       if constexpr (kInt8) quantize_probs(tile, a_.head_dim, rows, scores(row), vector, vectors_end, s_.steps + row);
     });

@@ -292,7 +292,7 @@ static inline void update_maxima(int64_t rows, float* maxima, float* references,
 
 // Turn vectors [vector, end) of a row of scores, times `factor` (1 but on tiles), into probabilities relative to
 // `reference`, in place but as narrow as Prob; sums = sums * decay + all of them. On tiles, two lines for each vector
-// are fetched ahead meanwhile, if `ahead` is not null.
+// are fetched ahead meanwhile, if `ahead` is not null and takes keys and values in turns.
 template <typename Prob, typename Ahead>
 QUIRE_INLINE void softmax_row(Ahead* ahead, float* scores, int64_t vector, int64_t end, float factor, float reference,
                               float decay, float* sums) {
@@ -301,7 +301,7 @@ QUIRE_INLINE void softmax_row(Ahead* ahead, float* scores, int64_t vector, int64
     f32 score = load(scores + v * W);
     if constexpr (kAmx) {
       score = score * set1(factor);
-      if (ahead != nullptr) ahead->template fetch<128>(0);
+      if (ahead != nullptr && ahead->pairs()) ahead->template fetch<128>(0);
     }
     const f32 prob = exp2_for<Prob>(score - set1(reference));
     store(reinterpret_cast<Prob*>(scores) + v * W, prob);
