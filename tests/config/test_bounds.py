@@ -81,6 +81,7 @@ def test_the_ends_of_a_range_are_in_it(make, name, values):
         (parallel, "pipeline_parallel_size", 65, "pipeline_parallel_size=65: must be 1 to 64"),
         (parallel, "data_parallel_size", 0, "data_parallel_size=0: must be 1 to 1024"),
         (parallel, "data_parallel_size", 1025, "data_parallel_size=1025: must be 1 to 1024"),
+        (parallel, "enable_expert_parallel", True, "enable_expert_parallel=True: experts are divided"),
     ],
 )  # fmt: skip
 def test_what_is_beyond_is_refused_by_name(make, name, value, message):
