@@ -211,7 +211,8 @@ class AttentionTask {
     };
     for (int64_t r = row; r < row + head_rows_; ++r) s_.references[r] = -kInfinity;
     for (int64_t block = 0; block < blocks; block += kPassBlocks) {
-      run_blocks(tile, block, min_of(block + kPassBlocks, blocks), row_of, state, blocks <= 2 ? &ahead : nullptr);
+      run_blocks(tile, block, min_of(block + kPassBlocks, blocks), row_of, state,
+                 blocks <= 2 && a_.block_tables != nullptr ? &ahead : nullptr);
     }
   }
 
@@ -240,10 +241,12 @@ class AttentionTask {
       if (!a_.has_latents() && !uses_tiles()) {
         with_rows<kMostAttentionRows>(rows, [&]<int R>() {
           constexpr int kVectors = kAttentionVectors<R>;
-          for (int64_t v = first / W / kVectors * kVectors; v * W < last; v += kVectors) {
-            score_keys<kVectors, C, R>(tile, fetch(row), v, a_.head_dim, query(row), s_.query_scales + row,
-                                       scores(row));
-          }
+          const auto score = [&]<int V>(int64_t v) {
+            score_keys<V, C, R>(tile, fetch(row), v, a_.head_dim, query(row), s_.query_scales + row, scores(row));
+          };
+          int64_t v = first / W / kVectors * kVectors;
+          for (; (v + kVectors / 2) * W < last; v += kVectors) score.template operator()<kVectors>(v);
+          for (; v * W < last; ++v) score.template operator()<1>(v);
         });
       }
       const int64_t vector = first / W, vectors_end = (last + W - 1) / W;
