@@ -240,13 +240,7 @@ class AttentionTask {
     for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
       if (!a_.has_latents() && !uses_tiles()) {
         with_rows<kMostAttentionRows>(rows, [&]<int R>() {
-          constexpr int kVectors = kAttentionVectors<R>;
-          const auto score = [&]<int V>(int64_t v) {
-            score_keys<V, C, R>(tile, fetch(row), v, a_.head_dim, query(row), s_.query_scales + row, scores(row));
-          };
-          int64_t v = first / W / kVectors * kVectors;
-          for (; (v + kVectors / 2) * W < last; v += kVectors) score.template operator()<kVectors>(v);
-          for (; v * W < last; ++v) score.template operator()<1>(v);
+          score_range<C, R>(tile, fetch(row), first, last, a_.head_dim, query(row), s_.query_scales + row, scores(row));
         });
       }
       const int64_t vector = first / W, vectors_end = (last + W - 1) / W;

@@ -170,6 +170,16 @@ static inline void score_keys(const KeyTile<C>& tile, Ahead* ahead, int64_t vect
   }
 }
 
+// The same of all vectors that hold keys [first, last): one at a time where less than half of V are left.
+template <typename C, int R, typename Ahead>
+static inline void score_range(const KeyTile<C>& tile, Ahead* ahead, int64_t first, int64_t last, int64_t head_dim,
+                               const typename KeyLane<C>::Query* queries, const float* scales, float* scores) {
+  constexpr int V = kAttentionVectors<R>;
+  int64_t v = first / W / V * V;
+  for (; (v + V / 2) * W < last; v += V) score_keys<V, C, R>(tile, ahead, v, head_dim, queries, scales, scores);
+  for (; v * W < last; ++v) score_keys<1, C, R>(tile, ahead, v, head_dim, queries, scales, scores);
+}
+
 // Four-byte lanes in which values are multiplied, each a dimension of kKeys keys, and probabilities to match: a float
 // of one key, or a pair of int16 of two. `make` makes kVectors of them, `n` dimensions and zeros.
 template <typename C>

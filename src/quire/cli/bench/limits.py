@@ -28,7 +28,7 @@ from quire.runner.memory_plan import MemoryPlan
 
 COLD_BYTES = max(256 * 2**20, largest_cache_bytes() * 5 // 4)
 """More bytes than this CPU's caches hold."""
-_PEAK_ROUNDS, _MIN_CALLS = 50_000, 3
+_PEAK_ROUNDS, _MIN_CALLS, _MEASUREMENTS = 50_000, 3, 8
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -145,19 +145,22 @@ def _cold_memory() -> npt.NDArray[np.float32]:
 def compare(
     calls: Sequence[Callable[[], object]], num_bytes: float, flops: float, dtype: str, budget_s: float
 ) -> dict[str, Any]:
-    """Time the calls one after the other for `budget_s` seconds, and measure the machine's limits between them.
+    """Time the calls one after the other until they have taken `budget_s` seconds, and measure the machine's limits
+    between them.
 
     Both change while other programs use the machine, so they are measured interleaved, and the best of each counts.
-    Each call moves `num_bytes` bytes and does `flops` operations; at least a few calls are timed.
+    The first calls after a measurement are slower, as threads sleep and caches hold other things, so that its time must
+    not count as that of calls. Each call moves `num_bytes` bytes and does `flops` operations; at least a few calls are
+    timed.
     """
-    start, times, limits = time.perf_counter(), list[float](), list[Limits]()
+    times, spent_s, limits = list[float](), 0.0, list[Limits]()
     for call in cycle(calls):
-        elapsed_s = time.perf_counter() - start
-        if len(times) >= _MIN_CALLS and elapsed_s > budget_s:
+        if len(times) >= _MIN_CALLS and spent_s > budget_s:
             break
-        if elapsed_s >= len(limits) * budget_s / 16:
+        if spent_s >= len(limits) * budget_s / _MEASUREMENTS:
             limits.append(Limits.measure(dtype, 1))
         times.append(seconds(call))
+        spent_s += times[-1]
     best_s = min(times)
     reading = num_bytes / max(limit.read_bytes_per_s for limit in limits)
     multiplying = flops / max(limit.flops_per_s for limit in limits)
