@@ -32,7 +32,7 @@ from quire.engine.stats import engine_stats
 from quire.engine.step.commit import Committer
 from quire.engine.step.containment import MAX_CONSECUTIVE_FAILURES, FailureIsolator
 from quire.engine.step.in_flight import StepsInFlight
-from quire.kv.block_space_manager import BlockSpaceManager
+from quire.kv.no_blocks import make_block_manager
 from quire.kv.prefix_cache.pins import PinnedPrefix
 from quire.runner.executor import Executor, SleepingExecutor, make_executor
 from quire.runner.memory_plan import MemoryPlan, plan_memory
@@ -57,7 +57,7 @@ class LLMEngine:
         self.plan, self.config, self.model_config = plan, (config := plan.config), plan.config.model
         self.executor, self.pooler = executor, executor.pooler
         """The pooler says what the model can make of texts; None if it generates."""
-        self.blocks = BlockSpaceManager.configured(plan.kv_cache, config.cache)
+        self.blocks = make_block_manager(plan.kv_cache, config.cache)
         block_copy_s, drafting = plan.kv_cache.block_bytes / _COPY_BYTES_PER_S, make_drafting(config)
         slots = self._slots = LoadedAdapters(config.lora, executor)
         self.adapters = AdapterTable(config.model, config.lora, on_change=slots.keep_only)
