@@ -209,7 +209,8 @@ def run_pooling(
     def add(request_id: str, place: int) -> None:
         engine.add_request(request_id, feed.take(place), params[place], lora_request=adapters[place])
 
-    feed = TokenizedFeed(len(prompts), tokenize_others, 2 * engine.config.scheduler.max_num_seqs)
+    max_running = 2 * engine.config.scheduler.max_num_seqs
+    feed = TokenizedFeed(len(prompts), tokenize_others if early else tokenize, max_running)
     try:
         run = Run(engine, request_ids, prompts, add, alone=alone, ready=feed.ready, raised=(PromptTooLongError,))
         return run.outputs(use_tqdm)
