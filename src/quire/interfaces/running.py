@@ -197,7 +197,7 @@ def run_pooling(
 
     whole = [place for place, given in enumerate(params) if given.truncate_prompt_tokens is None]
     long = [place for place in whole if may_be_too_long(inputs, prompts[place])]
-    early = dict[int, Tokenized]()
+    early: dict[int, Tokenized] = {}
     if long:
         with progress("tokenizing", len(long), "text") if use_tqdm else nullcontext(lambda: None) as advance:
             early = _tokenized_early(long, tokenize, _num_cores(engine.config.parallel), advance, alone=alone)
