@@ -22,7 +22,7 @@ from quire.engine.requests.logprobs import LogprobRows, PromptScores
 from quire.engine.requests.output import OutputBuilder, SampleOutput
 from quire.engine.requests.pooling import CANNOT_GENERATE, PoolingInputs, as_sampling_params
 from quire.engine.requests.prediction import with_tokenized_prediction
-from quire.kv.prefix_cache.content_hash import ContentKey
+from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
 from quire.runner.sampling.random import random_key, uniform_bits
 from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer
@@ -397,4 +397,4 @@ class InputProcessor:
 
 
 def _content_key(cache_salt: str, adapter: KnownAdapter | None) -> ContentKey:
-    return ContentKey("" if adapter is None else adapter.digest, cache_salt)
+    return ContentKey(adapter.digest if adapter is not None else "", cache_salt) if cache_salt or adapter else NO_KEY
