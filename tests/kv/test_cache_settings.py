@@ -5,6 +5,7 @@ import pytest
 from quire.common.errors import RequestError
 from quire.config.cache import CacheConfig
 from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
+from quire.kv.no_blocks import make_block_manager
 
 from .managers import end, make_config, run
 
@@ -15,7 +16,7 @@ def configured(**settings: object) -> BlockSpaceManager:
     """A manager of 10 blocks of four slots."""
     given = {"block_size": 4, "kv_cache_bytes": None, "num_blocks_override": 10, "memory_utilization": 0.9,
              "enable_prefix_caching": True} | settings  # fmt: skip
-    return BlockSpaceManager.configured(make_config(10), CacheConfig(**given))
+    return make_block_manager(make_config(10), CacheConfig(**given))
 
 
 @pytest.mark.parametrize(("is_caching", "num_cached"), [(True, 15), (False, 0)])

@@ -288,7 +288,7 @@ class StepResult(msgspec.Struct, frozen=True):
     @property
     def num_passes(self) -> int:
         """How often the draft model ran to draft."""
-        return max([len(drafted.token_ids) for drafted in self.drafted.values()], default=0)
+        return max([len(drafted.token_ids) for drafted in self.drafted.values()]) if self.drafted else 0
 
 
 def encode(message: Batch | StepResult) -> bytes:

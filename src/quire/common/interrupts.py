@@ -2,7 +2,6 @@
 
 import _signal  # type: ignore[import-not-found]  # signal's functions look every handler up as an enumeration: 10 µs
 import signal
-import threading
 from contextlib import ContextDecorator
 
 
@@ -14,11 +13,13 @@ class interrupt_deferred(ContextDecorator):  # noqa: N801
     """
 
     def __enter__(self) -> None:
-        handler = _signal.getsignal(signal.SIGINT)
-        is_ours = handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
-        self._interrupted, self._handler = False, handler if is_ours else None
-        if self._handler is not None:
-            _signal.signal(signal.SIGINT, self._remember)
+        self._interrupted, self._handler = False, None
+        if (handler := _signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
+            self._handler = handler
+            try:
+                _signal.signal(signal.SIGINT, self._remember)
+            except ValueError:  # this is not the main thread
+                self._handler = None
 
     def _remember(self, *_: object) -> None:
         self._interrupted = True

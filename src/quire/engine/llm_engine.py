@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
 from quire.common.batch import Batch, StepResult
 from quire.common.errors import ConfigError, EngineBrokenError, RequestError, TokenizerError, failure, failures_named
@@ -30,9 +30,9 @@ from quire.engine.scheduling.loaded_adapters import LoadedAdapters
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.stats import engine_stats
 from quire.engine.step.commit import Committer
-from quire.engine.step.containment import MAX_CONSECUTIVE_FAILURES, FailureIsolator
+from quire.engine.step.containment import MAX_CONSECUTIVE_FAILURES, Accounting, FailureIsolator
 from quire.engine.step.in_flight import StepsInFlight
-from quire.kv.block_space_manager import BlockSpaceManager
+from quire.kv.no_blocks import make_block_manager
 from quire.kv.prefix_cache.pins import PinnedPrefix
 from quire.runner.executor import Executor, SleepingExecutor, make_executor
 from quire.runner.memory_plan import MemoryPlan, plan_memory
@@ -57,7 +57,7 @@ class LLMEngine:
         self.plan, self.config, self.model_config = plan, (config := plan.config), plan.config.model
         self.executor, self.pooler = executor, executor.pooler
         """The pooler says what the model can make of texts; None if it generates."""
-        self.blocks = BlockSpaceManager.configured(plan.kv_cache, config.cache)
+        self.blocks = make_block_manager(plan.kv_cache, config.cache)
         block_copy_s, drafting = plan.kv_cache.block_bytes / _COPY_BYTES_PER_S, make_drafting(config)
         slots = self._slots = LoadedAdapters(config.lora, executor)
         self.adapters = AdapterTable(config.model, config.lora, on_change=slots.keep_only)
@@ -73,7 +73,7 @@ class LLMEngine:
         self._changed: list[SequenceGroup] = []  # by steps, and not returned yet
         self._isolator = FailureIsolator()
         self._in_flight = StepsInFlight(self.requests, executor)
-        self._broken: EngineBrokenError | None = None
+        self._accounting = Accounting()
 
     @classmethod
     def from_args(cls, args: EngineArgs) -> LLMEngine:
@@ -178,12 +178,12 @@ class LLMEngine:
             raise
 
     def _revert_in_flight(self) -> None:
-        with self._accounting():
+        with self._accounting:
             self._in_flight.revert()
 
     def _commit(self, batch: Batch, result: StepResult) -> None:
         """Apply the result: here requests advance, and nowhere else."""
-        with self._accounting():
+        with self._accounting:
             self._in_flight.take()
             self._changed += self.committer.commit(batch, result)
             self._changed += [self._groups[request_id] for request_id in batch.ignored if request_id in self._groups]
@@ -194,7 +194,7 @@ class LLMEngine:
     def _contained_step(self) -> list[SequenceGroup]:
         """A step whose failure ends at most one request. Returns the requests that it changed, and those that earlier
         steps changed before they failed."""
-        if self._broken is None:
+        if self._accounting.error is None:
             try:
                 self._step()
             except Exception as error:
@@ -205,15 +205,15 @@ class LLMEngine:
                     self._revert_plan()
                 raise
         changed, self._changed = self._changed, []
-        if self._broken is not None and not changed:
-            raise self._broken
+        if self._accounting.error is not None and not changed:
+            raise self._accounting.error
         return changed
 
     def _contain(self, error: Exception) -> None:
         """End the request that made the step fail, if it is known. Raises EngineBrokenError where it cannot be one."""
-        self._broken = error if isinstance(error, EngineBrokenError) else self._broken
-        if self._broken is not None:
-            raise self._broken
+        self._accounting.error = error if isinstance(error, EngineBrokenError) else self._accounting.error
+        if self._accounting.error is not None:
+            raise self._accounting.error
         logger.warning("a step failed, and is tried again", exc_info=error)
         if self._is_planning:
             culprit, when = self.requests.planning_group, "when it was planned"
@@ -227,31 +227,23 @@ class LLMEngine:
             self._changed.append(culprit)
             self._end_failed(culprit, when, error)
         if (num_failures := self._isolator.num_consecutive_failures) > MAX_CONSECUTIVE_FAILURES:
-            self._broken = EngineBrokenError(f"{num_failures} failures without a step in between that succeeded")
-            raise self._broken from error
+            message = f"{num_failures} failures without a step in between that succeeded"
+            self._accounting.error = EngineBrokenError(message)
+            raise self._accounting.error from error
 
     def _revert_plan(self, error: Exception | None = None) -> None:
         """Undo a plan that was not finished. Raises EngineBrokenError for an `error` that is no request's own."""
         self._is_planning = False
-        with self._accounting():
+        with self._accounting:
             if error is not None:
                 raise error
             self.requests.revert()
-
-    @contextmanager
-    def _accounting(self) -> Iterator[None]:
-        """An exception in here leaves internal accounting that is inconsistent: the engine is broken."""
-        try:
-            yield
-        except Exception as error:
-            self._broken = EngineBrokenError(f"internal accounting is inconsistent: {type(error).__name__}: {error}")
-            raise self._broken from error
 
     def _end_failed(self, group: SequenceGroup, when: str, error: Exception) -> None:
         """End a request whose own work failed. Raises EngineBrokenError if more than that is wrong."""
         group.error = failure(group.request_id, when, error)
         logger.error("%s", group.error, exc_info=error)
-        with self._accounting():
+        with self._accounting:
             self._abort(group)
             self.requests.check_integrity()
 
@@ -269,7 +261,7 @@ class LLMEngine:
         return self._output(group)
 
     def _abort(self, group: SequenceGroup) -> None:
-        is_queued = self._broken is None and not self.grammars.remove(group)
+        is_queued = self._accounting.error is None and not self.grammars.remove(group)
         if is_queued and not group.is_finished:  # otherwise it ended in a failed step, and has not been returned yet
             self.requests.remove(group)
         for seq in group.unfinished_seqs:

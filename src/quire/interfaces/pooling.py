@@ -82,7 +82,8 @@ def tokenized(
 ) -> list[Tokenized]:
     """Return prompts with token ids; those of texts and pairs of texts are cut as the parameters say. In the place of
     one that cannot be made is its error. This may run in any thread."""
-    spec, made = inputs.spec(params), list[Tokenized]()
+    spec = inputs.spec(params)
+    made: list[Tokenized] = []  # an annotation costs nothing, list[Tokenized]() 2 µs
     for place, prompt in enumerate(given):
         try:
             with failures_named(f"number {place}", "when it was tokenized"):
@@ -210,7 +211,7 @@ def pooling_params(given: Any, replaced: Mapping[str, Any], num_prompts: int) ->
     values = {name: value for name, value in replaced.items() if value is not None}
     task = values.get("task")
     if given is None:
-        return [PoolingParams(**values) if values.keys() - {"task"} else _params_of(task)] * num_prompts
+        return [PoolingParams(**values) if len(values) > (task is not None) else _params_of(task)] * num_prompts
     listed = given if isinstance(given, Sequence) else [given]
     for params in listed:
         if check_pooling_params(params).task not in (None, task) and task is not None:

@@ -83,14 +83,14 @@ def adapters_of(lora_request: AnyAdapter | Sequence[AnyAdapter], num_prompts: in
 
 def listed_prompts(prompts: Any) -> tuple[list[Any], bool]:
     """Return the prompts as a list, and whether a single prompt was given."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts], True
-    if not isinstance(prompts, Sequence):
+    if isinstance(prompts, str | dict) or not isinstance(prompts, list | Sequence):
+        if isinstance(prompts, str | Mapping):
+            return [prompts], True
         raise InvalidPromptError(
             f"prompts must be a prompt (text, token ids or a dict) or a list of prompts, not {type(prompts).__name__}"
         )
-    if prompts and all(isinstance(item, int) for item in prompts):  # the token ids of one prompt
-        return [prompts], True
+    if prompts and isinstance(prompts[0], int) and all(isinstance(item, int) for item in prompts):
+        return [prompts], True  # the token ids of one prompt
     return list(prompts), False
 
 

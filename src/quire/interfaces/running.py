@@ -7,7 +7,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -61,22 +61,24 @@ class Run:
     def outputs(self, use_tqdm: BarChoice) -> list[RequestOutput]:
         """Run all requests, and return their outputs in the order of the prompts. If this raises, they are aborted."""
         engine = self._engine
-        with closing(PromptsBar(len(self._prompts), engine.stats, lambda: len(engine.grammars), use_tqdm)) as bar:
-            try:
-                while True:
-                    self._add_ready(bar)
-                    if not self._places:
-                        break
-                    with interrupt_deferred():
-                        changed = engine.step()
-                    finished = [output for output in changed if output.request_id in self._places]
-                    for output in finished:
-                        self._outputs[self._places.pop(output.request_id)] = output
-                    bar.update(len(finished))
-            except BaseException:
-                for request_id in self._places:
-                    engine.abort_request(request_id)
-                raise
+        bar = PromptsBar(len(self._prompts), engine.stats, lambda: len(engine.grammars), use_tqdm)
+        try:
+            while True:
+                self._add_ready(bar)
+                if not self._places:
+                    break
+                with interrupt_deferred():
+                    changed = engine.step()
+                finished = [output for output in changed if output.request_id in self._places]
+                for output in finished:
+                    self._outputs[self._places.pop(output.request_id)] = output
+                bar.update(len(finished))
+        except BaseException:
+            for request_id in self._places:
+                engine.abort_request(request_id)
+            raise
+        finally:
+            bar.close()
         done = [output for output in self._outputs if output is not None]
         for i, output in enumerate(done):
             if output.error is not None:
@@ -193,9 +195,9 @@ def run_pooling(
             found += tokenized(inputs, [prompts[place] for place in piece], params[piece[0]])
         return found
 
-    whole = (place for place in range(len(prompts)) if params[place].truncate_prompt_tokens is None)
+    whole = [place for place, given in enumerate(params) if given.truncate_prompt_tokens is None]
     long = [place for place in whole if may_be_too_long(inputs, prompts[place])]
-    early = dict[int, Tokenized]()
+    early: dict[int, Tokenized] = {}
     if long:
         with progress("tokenizing", len(long), "text") if use_tqdm else nullcontext(lambda: None) as advance:
             early = _tokenized_early(long, tokenize, _num_cores(engine.config.parallel), advance, alone=alone)
@@ -207,9 +209,13 @@ def run_pooling(
     def add(request_id: str, place: int) -> None:
         engine.add_request(request_id, feed.take(place), params[place], lora_request=adapters[place])
 
-    with closing(TokenizedFeed(len(prompts), tokenize_others, 2 * engine.config.scheduler.max_num_seqs)) as feed:
+    max_running = 2 * engine.config.scheduler.max_num_seqs
+    feed = TokenizedFeed(len(prompts), tokenize_others if early else tokenize, max_running)
+    try:
         run = Run(engine, request_ids, prompts, add, alone=alone, ready=feed.ready, raised=(PromptTooLongError,))
         return run.outputs(use_tqdm)
+    finally:
+        feed.close()
 
 
 def _tokenized_early(

@@ -6,7 +6,6 @@ from enum import Enum
 
 from quire.common.batch import BlockIds, SlotCopy, Transfer
 from quire.common.faults import fault_point
-from quire.config.cache import CacheConfig
 from quire.config.kv_cache import KVCacheConfig
 from quire.kv.block_table import BlockTable
 from quire.kv.managers import make_managers
@@ -65,12 +64,6 @@ class BlockSpaceManager:
         if enable_prefix_caching and self._token_groups:
             self.prefixes = PrefixSharing(config, self.managers, self.tiers, hit_lengths, self.stats, self._join)
         self.pins = Pins(config, int(pinned_fraction * config.num_blocks), self.prefixes)
-
-    @classmethod
-    def configured(cls, kv_cache: KVCacheConfig, cache: CacheConfig) -> "BlockSpaceManager":
-        """As the engine's arguments say."""
-        share, caches = cache.pinned_fraction, cache.enable_prefix_caching
-        return cls(kv_cache, enable_prefix_caching=caches, watermark=cache.watermark, pinned_fraction=share)
 
     def share_hashes(self, key: bytes) -> PrefixChanges:
         """Hash with this key from now on, as other engines do, and return what collects the changes. Nothing has been

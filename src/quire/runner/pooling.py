@@ -24,7 +24,7 @@ class PooledReader:
     """Reads the rows that are to be pooled. A failure in the work for one sequence is reported for that one only."""
 
     def __init__(self, pooler: Pooler) -> None:
-        self._pooler = pooler
+        self.pooler = pooler
 
     def __call__(self, hidden: Tensor, tensors: BatchTensors, sequences: Sequence[ScheduledSequence]) -> StepResult:
         """hidden [num_tokens, hidden] of all sequences -> what was made of the rows of each."""
@@ -33,7 +33,7 @@ class PooledReader:
         def pool(place: int, wanted: PooledRows) -> Pooled:
             start, end = wanted.row, wanted.row + wanted.num_rows
             rows = hidden[starts[place] + start : starts[place] + end]  # [num_rows, hidden]
-            vectors: Pooled = self._pooler.pool(rows, sequences[place].token_ids[start:end], wanted.spec).numpy()
+            vectors: Pooled = self.pooler.pool(rows, sequences[place].token_ids[start:end], wanted.spec).numpy()
             return vectors
 
         return self.result(sequences, pool)
@@ -59,8 +59,9 @@ class PooledReader:
 def _copied(vectors: Pooled) -> Pooled:
     """A copy, since they may lie in memory that the next step uses. Raises _NotFiniteError."""
     copied = vectors.copy()
-    # The sum is finite only if all are; a sum of finite values may overflow.
-    if not (math.isfinite(np.add.reduce(copied, axis=None)) or np.isfinite(copied).all()):
+    # The sum is finite only if all are; a sum of finite values may overflow. Of squares it takes half as long.
+    total = copied.dot(copied) if copied.ndim == 1 else np.add.reduce(copied, axis=None)
+    if not (math.isfinite(total) or np.isfinite(copied).all()):
         raise _NotFiniteError("the model gave values that are not finite (NaN or infinity); check its weights")
     return copied
 

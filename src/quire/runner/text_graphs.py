@@ -73,7 +73,7 @@ class TextGraphs:
     def _recorded_spec(self, text: ScheduledSequence) -> PoolSpec | None:
         """What the recording makes of all rows of the text; None for nothing."""
         wanted = text.pooled
-        if wanted is None or wanted.num_rows < len(text.token_ids) or not self._model.pooler.can_record(wanted.spec):
+        if wanted is None or wanted.num_rows < len(text.token_ids) or not self._read.pooler.can_record(wanted.spec):
             return None
         return wanted.spec
 

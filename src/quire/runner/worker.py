@@ -131,8 +131,10 @@ class Worker:
             self.runner.run(batch)
 
     def _begin(self, batch: Batch, states: States) -> None:
-        self.cache_engine.transfer(batch.transfers)
-        self.cache_engine.copy_slots(batch.copies)
+        if batch.transfers:
+            self.cache_engine.transfer(batch.transfers)
+        if batch.copies:
+            self.cache_engine.copy_slots(batch.copies)
         if self._states is not None:
             self._states.put(states, batch.num_tokens)
 

@@ -239,4 +239,4 @@ class SamplingParams(Params, kw_only=True):
     @property
     def ranks_samples(self) -> bool:
         """Whether more samples are generated than returned."""
-        return self.num_samples > self.n
+        return self.best_of is not None and self.best_of > self.n

@@ -101,7 +101,8 @@ def find(text: TokenIds, newest: TokenIds, max_match: int) -> tuple[int, float] 
 
 def _follow(text: TokenIds, places: npt.NDArray[np.intp], num_tokens: int, odds_of_match: float) -> Draft:
     """What follows most often from these places on."""
-    token_ids, odds = list[int](), list[float]()
+    token_ids: list[int] = []
+    odds: list[float] = []
     while len(token_ids) < num_tokens:
         places = places[places < len(text)]
         if len(places) == 1:  # the rest of one text

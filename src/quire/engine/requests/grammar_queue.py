@@ -47,6 +47,9 @@ class GrammarQueue:
         """Requests that wait, or have failed and were not yet reported by `take_failed`."""
         return len(self._held) + len(self._waiting) + len(self._failed)
 
+    def __bool__(self) -> bool:
+        return bool(self._held or self._waiting or self._failed)
+
     def queued(self, limit: int) -> list[SequenceGroup]:
         """At most `limit` of the waiting requests."""
         return list(islice(chain(self._waiting, self._held), limit))

@@ -22,7 +22,7 @@ from quire.engine.requests.logprobs import LogprobRows, PromptScores
 from quire.engine.requests.output import OutputBuilder, SampleOutput
 from quire.engine.requests.pooling import CANNOT_GENERATE, PoolingInputs, as_sampling_params
 from quire.engine.requests.prediction import with_tokenized_prediction
-from quire.kv.prefix_cache.content_hash import ContentKey
+from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
 from quire.runner.sampling.random import random_key, uniform_bits
 from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer
@@ -239,7 +239,7 @@ class InputProcessor:
     def parse_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None, str]:
         """Return (text, token ids, salt). The caller passed one of the first two, or both; the other is None."""
         cache_salt: Any = ""
-        if isinstance(prompt, Mapping):
+        if isinstance(prompt, dict | Mapping):  # the class alone first: it takes no call of Python
             unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
             if unknown or not prompt:
                 raise InvalidPromptError(
@@ -256,7 +256,7 @@ class InputProcessor:
             raise InvalidPromptError(str(error)) from error
         if text is not None and not isinstance(text, str):
             raise InvalidPromptError(f"the prompt's text must be a string, not {type(text).__name__}")
-        if token_ids is not None and (isinstance(token_ids, str | bytes) or not isinstance(token_ids, SequenceOf)):
+        if isinstance(token_ids, str | bytes) or not isinstance(token_ids, list | None | SequenceOf):
             raise InvalidPromptError(
                 f"the prompt's token ids must be a list of integers, not {type(token_ids).__name__}"
             )
@@ -397,4 +397,4 @@ class InputProcessor:
 
 
 def _content_key(cache_salt: str, adapter: KnownAdapter | None) -> ContentKey:
-    return ContentKey("" if adapter is None else adapter.digest, cache_salt)
+    return ContentKey(adapter.digest if adapter is not None else "", cache_salt) if cache_salt or adapter else NO_KEY

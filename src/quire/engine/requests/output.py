@@ -89,7 +89,7 @@ class SampleOutput:
             stop_reason=self.stop_reason,
             cumulative_logprob=None if self.logprobs is None else self.logprobs.total,
             logprobs=None if self.logprobs is None else self.logprobs.to_dicts(num_tokens),
-            accepted_drafts=self.drafts_from(num_tokens),
+            accepted_drafts=self.drafts_from(num_tokens) if self.accepted_drafts else [],
         )
 
     def drafts_from(self, start: int) -> list[int]:
@@ -133,7 +133,7 @@ class OutputBuilder:
         is_delta = self.params.output_kind == "delta"
         if completions is None:
             completions = self._completions(samples, is_delta)
-        output = self._output(completions, all(sample.finish_reason is not None for sample in samples))
+        output = self._output(completions, None not in [sample.finish_reason for sample in samples])
         output.num_cached_tokens, output.metrics = self.num_cached_tokens, self.metrics
         if self.scores is not None and not (is_delta and self.has_emitted_prompt):
             output.prompt_logprobs, self.has_emitted_prompt = self.scores.to_dicts(), True

@@ -68,12 +68,9 @@ class PoolingInputs:
 
     def spec(self, params: PoolingParams) -> PoolSpec:
         """Return what these parameters ask of the pooler. Raises RequestError if it cannot do that."""
-        return _spec(self._info(), params.task, params.dimensions, params.normalize, params.use_activation)
-
-    def _info(self) -> PoolerInfo:
         if self.info is None:
             raise RequestError(CANNOT_POOL)
-        return self.info
+        return _spec(self.info, params.task, params.dimensions, params.normalize, params.use_activation)
 
     def check_params(self, params: PoolingParams) -> PoolSpec:
         """As `spec`, and check the rest of what depends on the model."""
@@ -87,7 +84,7 @@ class PoolingInputs:
     def prompt(self, prompt: Prompt, params: PoolingParams, spec: PoolSpec) -> tuple[str | None, list[int], str, Any]:
         """Return a prompt's text, token ids, cache salt and token type ids. Raises RequestError."""
         types: Any = None
-        if isinstance(prompt, Mapping) and "token_type_ids" in prompt:
+        if isinstance(prompt, dict | Mapping) and "token_type_ids" in prompt:
             types, prompt = prompt["token_type_ids"], {k: v for k, v in prompt.items() if k != "token_type_ids"}
         text, token_ids, salt = self._inputs.parse_prompt(prompt)
         if salt and params.cache_salt and salt != params.cache_salt:
@@ -125,7 +122,8 @@ class PoolingInputs:
                 f"the text has {num_tokens} tokens, and the model takes {self.max_tokens}: shorten it, or cut it with "
                 "truncate_prompt_tokens=-1"
             )
-        info = self._info()
+        info = self.info
+        assert info is not None, "there is a spec"
         if num_tokens > info.max_whole_tokens and spec.task in info.whole_tasks:
             raise PromptTooLongError(
                 f"the text has {num_tokens} tokens, and the task {spec.task!r} of this model needs them all in one "
@@ -135,7 +133,8 @@ class PoolingInputs:
 
     def wanted(self, spec: PoolSpec, num_tokens: int, token_type_ids: tuple[int, ...] | None) -> PromptPooling:
         """Return what is to be made of a prompt's hidden states."""
-        is_whole = spec.task in self._info().whole_tasks
+        assert self.info is not None, "there is a spec"
+        is_whole = spec.task in self.info.whole_tasks
         return PromptPooling(spec, num_tokens, is_whole=is_whole, token_type_ids=token_type_ids)
 
 

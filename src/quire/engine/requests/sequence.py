@@ -111,7 +111,7 @@ class Sequence:
         """Set how the next token is drawn: with several draws while the sequence stands for all samples of a prompt,
         with none if it is only scored."""
         self.draws = draws
-        self.needs_history = any(draw.needs_history for draw in draws)
+        self.needs_history = bool(draws) and any(draw.needs_history for draw in draws)
         self.drawn_rows = DrawnRows(draws, self.num_prompt_tokens) if draws else None
         """What the scheduler asks of the sequence's last row where that depends on no other tokens."""
 
@@ -252,12 +252,19 @@ class SequenceGroup:
     @property
     def num_wanted_seqs(self) -> int:
         """The number of sequences that it runs with, now or once its prompt is computed."""
-        return sum([len(seq.draws) or 1 for seq in self.seqs if not seq.status.is_finished])
+        num_seqs = 0
+        for seq in self.seqs:  # a loop, as in `is_finished`: each step asks several times
+            if not seq.status.is_finished:
+                num_seqs += len(seq.draws) or 1
+        return num_seqs
 
     @property
     def is_finished(self) -> bool:
         """Whether all its sequences have finished."""
-        return not self.unfinished_seqs
+        for seq in self.seqs:  # noqa: SIM110
+            if not seq.status.is_finished:
+                return False
+        return True
 
     @property
     def has_failed(self) -> bool:

@@ -70,16 +70,15 @@ class FirstComeFirstServed(SchedulingPolicy):
         insort(self._entries, (self.rank(group), group.order, group))
 
     def remove(self, group: SequenceGroup) -> None:
-        if group not in self:
+        if (index := self._index(group)) is None:
             raise KeyError(f"request {group.request_id!r} is not queued")
-        del self._entries[self._index(group)]
+        del self._entries[index]
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __contains__(self, group: SequenceGroup) -> bool:
-        index = self._index(group)
-        return index < len(self._entries) and self._entries[index][2] is group
+        return self._index(group) is not None
 
     def queued(self, limit: int) -> list[SequenceGroup]:
         return [group for _, _, group in self._entries[:limit]]
@@ -95,8 +94,10 @@ class FirstComeFirstServed(SchedulingPolicy):
     def rank(self, group: SequenceGroup) -> float:
         return 0.0
 
-    def _index(self, group: SequenceGroup) -> int:
-        return bisect_left(self._entries, (self.rank(group), group.order))
+    def _index(self, group: SequenceGroup) -> int | None:
+        """The place of a queued request; None for another."""
+        index = bisect_left(self._entries, (self.rank(group), group.order))
+        return index if index < len(self._entries) and self._entries[index][2] is group else None
 
 
 class AgingPriority(FirstComeFirstServed):

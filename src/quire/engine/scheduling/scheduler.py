@@ -127,7 +127,8 @@ class Scheduler:
             sequences.append(scheduled_sequence(seq, num_tokens, seq_drafts, tables, adapter, seq_ahead))
         requests.planning_group = None
         transfers = self.blocks.take_transfers(self.num_steps)
-        self.num_swapped_blocks += sum([len(transfer.pairs) for transfer in transfers])
+        for transfer in transfers:
+            self.num_swapped_blocks += len(transfer.pairs)
         batch = Batch(
             self.num_steps,
             tuple(sequences),
@@ -311,7 +312,8 @@ class Scheduler:
 
         False if it has to wait for blocks or, as it must run whole, for tokens: then no other request may overtake it.
         """
-        seq, *others = [seq for seq in group.seqs_in(SequenceStatus.WAITING) if seq.beam_candidates is None]
+        waiting = SequenceStatus.WAITING
+        seq, *others = [seq for seq in group.seqs if seq.status is waiting and seq.beam_candidates is None]
         if plan.chunk(seq) <= 0:
             return False
         hit = self._look_up(group, seq)

@@ -1,11 +1,29 @@
-"""Which request makes steps fail: found by running only some of them."""
+"""Failures: of the internal accounting, which break the engine, and of steps, whose cause is found by running only some
+of the requests."""
 
 from collections.abc import Iterable, Set
 
+from quire.common.errors import EngineBrokenError
 from quire.engine.requests.sequence import SequenceGroup
 
 MAX_CONSECUTIVE_FAILURES = 5
 """Requests that may fail alone without a step in between that succeeds. With more, the requests are not the cause."""
+
+
+class Accounting:
+    """A context for changes of the engine's internal accounting. An exception in it leaves the accounting inconsistent:
+    the engine is broken. Not a generator, as `failures_named`: every step is in one."""
+
+    def __init__(self) -> None:
+        self.error: EngineBrokenError | None = None
+        """Why the engine is broken, here or otherwise; None while it works."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, Exception):
+            self.error = EngineBrokenError(f"internal accounting is inconsistent: {type(error).__name__}: {error}")
+            raise self.error from error
 
 
 class FailureIsolator:
@@ -57,6 +75,8 @@ class FailureIsolator:
             self.num_consecutive_failures = 0
         if self._tries_candidate:
             self._next_candidate()
+            return
+        if not self._has_failed and not self.candidates:
             return
         tried = self._trial or ()
         self._tries_candidate = bool(self.candidates) and (has_run or self._trial is None)

@@ -50,6 +50,7 @@ class EmbeddingPooler(Pooler):
         self._modes, self._normalizes = modules.modes, modules.normalizes
         self.tasks = ("embed", "token_embed") if modules.modes else ("token_embed",)
         self.steps = nn.ModuleList()
+        self._is_recordable = len(modules.modes) == 1 and not modules.steps
         width = hidden_size * max(1, len(modules.modes))
         self._fits_tokens = width == hidden_size
         for step in modules.steps:
@@ -65,7 +66,7 @@ class EmbeddingPooler(Pooler):
         return task == "token_embed" or any(mode != "last" for mode in self._modes)
 
     def can_record(self, spec: PoolSpec) -> bool:
-        return spec.task == "embed" and len(self._modes) == 1 and not self.steps
+        return spec.task == "embed" and self._is_recordable
 
     def pool(self, hidden: Tensor, token_ids: Sequence[int], spec: PoolSpec) -> Tensor:
         is_of_tokens = spec.task == "token_embed"

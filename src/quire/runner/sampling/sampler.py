@@ -44,7 +44,8 @@ class Sampler:
         if draws != self._draws.draws:
             self._draws = DrawTensors(draws, logits.shape[1])
         with self._workspace:
-            changed, errors = logits, dict[int, str]()
+            changed = logits
+            errors: dict[int, str] = {}
             if self._draws.processed_rows:
                 changed, errors = run_processors(logits, self._draws, sequences)
             how = self._draws.at(sequences, errors)
