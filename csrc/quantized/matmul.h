@@ -308,7 +308,7 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
                          first,
                          end - first,
                          requests.ask,
-                         is_in_line ? stored - units + line_ahead(num_rows) + (first + passed) * line_bytes
+                         is_in_line ? stored - units + (num_rows > 2 ? reader.integers_at : 0) + line_ahead(num_rows) + (first + passed) * line_bytes
                                     : behind - units + requests.ahead,
                          0,
                          1,

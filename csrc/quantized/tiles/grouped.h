@@ -53,6 +53,21 @@ struct GroupedTile {
     return bytes;
   }
 
+  // Asks for lines before a step of a group. kIsOnly: there is no second half of the rows. kIsSpread: one at a time.
+  template <int kFirst, bool kIsOnly, bool kIsSpread>
+  QUIRE_INLINE void ask(const Group& group, int step) {
+    if constexpr (kIsSpread) {
+      constexpr int kAll = kIsOnly ? kSteps : 2 * kSteps;
+      const int turn = kFirst == 0 ? step : kSteps + step, line = turn * kLines / kAll;
+      const int end = (turn + 1) * kLines / kAll;
+      QUIRE_UNROLL
+      for (int i = line; i < end; ++i) ask_for<1>(group.ask, group.ahead + i * 64);
+    } else if constexpr (kFirst == 0) {
+      constexpr int kAsked = 2 * kLines / kSteps;
+      if (step % 2 == 0) ask_for<kAsked>(group.ask, group.ahead + step / 2 * kAsked * 64);
+    }
+  }
+
   // sum += the products of N rows, from kFirst on, with a group, scaled.
   template <int kFirst, int N, int R, int G>
   QUIRE_INLINE void multiply(const Rows& rows, const Group& group, const ByteTable& table, const f32 (&scale)[G],
@@ -74,11 +89,8 @@ struct GroupedTile {
     }
     QUIRE_UNROLL
     for (int step = 0; step < kSteps; ++step) {
-      if (step % 2 == 0) {
-        keep_order();
-        constexpr int kAsked = 2 * kLines / kSteps;
-        if constexpr (kFirst == 0) ask_for<kAsked>(group.ask, group.ahead + step / 2 * kAsked * 64);
-      }
+      if (step % 2 == 0) keep_order();
+      ask<kFirst, N == R, kSpreadsRequests && (R > 2)>(group, step);
       const int at = kBits == 8 || kGroup == 16 ? step : step / 2 + step % 2 * 4;
       ByteSums::Weights w[G];
       QUIRE_UNROLL
@@ -92,7 +104,7 @@ struct GroupedTile {
         for (int g = 0; g < G; ++g) acc[r][g] = ByteSums::add(acc[r][g], w[g], value);
       }
     }
-    for (int64_t line = kLines; kFirst == 0 && line < group.lines; ++line) {
+    for (int64_t line = kLines; kFirst + N == R && line < group.lines; ++line) {
       ask_for<1>(group.ask, group.ahead + line * 64);
     }
     QUIRE_UNROLL

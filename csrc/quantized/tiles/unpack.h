@@ -25,6 +25,11 @@ QUIRE_INLINE bool asks_in_line() { return is_intel(); }
 QUIRE_INLINE constexpr bool asks_in_line() { return false; }
 #endif
 QUIRE_INLINE constexpr int64_t line_ahead(int64_t rows) { return rows <= 2 ? 2048 : 4096; }
+#if defined(QUIRE_AMX)
+constexpr bool kSpreadsRequests = true;
+#else
+constexpr bool kSpreadsRequests = false;
+#endif
 
 // W of IEEE's binary16 from p on.
 #if defined(QUIRE_SIMD_AVX512)
