@@ -194,6 +194,13 @@ static bool asks_in_line(const PanelReader& reader, int64_t rows) {
   return asks_in_line() && (W == 8 || is_read_as_stored(reader, rows));
 }
 
+// How far ahead of a panel's share of lines these tiles ask. The integers lie behind the fields: where requests are
+// spread, they stay ahead of the integers in the whole panel, however long its rows are.
+static int64_t ahead_in_line(const PanelReader& reader, int64_t rows) {
+  if (!spreads_requests(reader.shape.format.bits, rows)) return line_ahead(rows);
+  return reader.integers_at + line_ahead(rows);
+}
+
 // Whether each of several passes through a piece of a panel asks for its share of the next piece, which then comes
 // while all rows are multiplied.
 static bool shares_requests(const PanelReader& reader, const QuantizedRow& layout, int64_t rows) {
@@ -308,7 +315,7 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
                          first,
                          end - first,
                          requests.ask,
-                         is_in_line ? stored - units + (num_rows > 2 ? reader.integers_at : 0) + line_ahead(num_rows) + (first + passed) * line_bytes
+                         is_in_line ? stored - units + ahead_in_line(reader, num_rows) + (first + passed) * line_bytes
                                     : behind - units + requests.ahead,
                          0,
                          1,

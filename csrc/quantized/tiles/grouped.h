@@ -53,15 +53,14 @@ struct GroupedTile {
     return bytes;
   }
 
-  // Asks for lines before a step of a group. kIsOnly: there is no second half of the rows. kIsSpread: one at a time.
-  template <int kFirst, bool kIsOnly, bool kIsSpread>
+  // Asks for lines before a step of a group that is multiplied by N of R rows, from kFirst on.
+  template <int kFirst, int N, int R>
   QUIRE_INLINE void ask(const Group& group, int step) {
-    if constexpr (kIsSpread) {
-      constexpr int kAll = kIsOnly ? kSteps : 2 * kSteps;
-      const int turn = kFirst == 0 ? step : kSteps + step, line = turn * kLines / kAll;
-      const int end = (turn + 1) * kLines / kAll;
+    if constexpr (spreads_requests(kBits, R)) {
+      constexpr int kTurns = N == R ? kSteps : 2 * kSteps;
+      const int turn = kFirst == 0 ? step : kSteps + step, end = (turn + 1) * kLines / kTurns;
       QUIRE_UNROLL
-      for (int i = line; i < end; ++i) ask_for<1>(group.ask, group.ahead + i * 64);
+      for (int line = turn * kLines / kTurns; line < end; ++line) ask_for<1>(group.ask, group.ahead + line * 64);
     } else if constexpr (kFirst == 0) {
       constexpr int kAsked = 2 * kLines / kSteps;
       if (step % 2 == 0) ask_for<kAsked>(group.ask, group.ahead + step / 2 * kAsked * 64);
@@ -90,7 +89,7 @@ struct GroupedTile {
     QUIRE_UNROLL
     for (int step = 0; step < kSteps; ++step) {
       if (step % 2 == 0) keep_order();
-      ask<kFirst, N == R, kSpreadsRequests && (R > 2)>(group, step);
+      ask<kFirst, N, R>(group, step);
       const int at = kBits == 8 || kGroup == 16 ? step : step / 2 + step % 2 * 4;
       ByteSums::Weights w[G];
       QUIRE_UNROLL
