@@ -18,6 +18,7 @@ namespace quire::QUIRE_ISA {
 
 #if !defined(QUIRE_AMX)
 QUIRE_INLINE constexpr bool has_groups_on_tiles(const QuantizedShape&, int64_t) { return false; }
+QUIRE_INLINE constexpr bool streams_groups(const QuantizedShape&, int64_t) { return false; }
 #endif
 
 // A largest value up to this counts as zero: 127 divided by it might be infinite.
@@ -278,12 +279,16 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
   // The tiles ask for what lies ahead of the integers they read: all but these lines, as they skip the fields.
   const Ask ask_fields = requests.ask == Ask::kNot ? Ask::kNext : requests.ask;
   const bool is_in_line = asks_in_line(reader, num_rows);
-  for (int64_t at = 0; at < reader.integers_at && !is_in_line; at += 64) {
+  for (int64_t at = 0; at < reader.integers_at && !is_in_line && !streams_groups(reader.shape, num_rows); at += 64) {
     ask_for<1>(ask_fields, panel + requests.ahead + at);
   }
   const int64_t passed = requests.are_shared ? piece_groups : 0;  // what is asked for while one piece is multiplied
   const int64_t line_bytes = is_in_line ? reader.shape.panel_bytes() / layout.groups : 0;
-  for (int64_t first = 0; first < layout.groups; first += piece_groups) {
+  const bool is_streamed = streams_groups(reader.shape, num_rows);
+#if defined(QUIRE_AMX)
+  if (is_streamed) stream_groups(tiles, rows, num_rows, reader, layout, panel, out, sums);
+#endif
+  for (int64_t first = 0; first < layout.groups && (!is_streamed || layout.has_mins); first += piece_groups) {
     const int64_t end = smaller(first + piece_groups, layout.groups);
     if (stored_scales.numbers == nullptr) {
       reader.read_scales(panel, first, end, scales, mins);
@@ -293,6 +298,11 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
     const int64_t begin_block = first * layout.group / QuantizedShape::kBlock;
     const int64_t end_block = ceil_div(end * layout.group, QuantizedShape::kBlock);
 #if defined(QUIRE_AMX)
+    if (is_streamed) {
+      const WeightPiece piece = {nullptr, {}, scales, mins, nullptr, first, end - first, Ask::kNot, 0, 0, 1};
+      add_mins(rows, num_rows, layout, piece, minuses);
+      continue;
+    }
     if (has_groups_on_tiles(reader.shape, num_rows)) {
       const GroupPiece groups(reader, panel, begin_block, end_block, num_rows, bytes);
       const WeightPiece piece = {groups.units, stored_scales, scales, mins, nullptr, first,

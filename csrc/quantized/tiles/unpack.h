@@ -200,20 +200,20 @@ struct PanelReader {
   }
 
   // value(units) of the units of blocks [begin, end) with a byte for each integer -> piece.
-  template <typename Value>
+  template <bool kAsks = true, typename Value>
   QUIRE_MEMBER void read_units(const char* panel, int64_t begin, int64_t end, int64_t ahead, const Value& value,
                                char* piece) const {
     const char* units = panel + integers_at + begin * shape.block_bytes();
     if (shape.format.table != nullptr) {
       const ByteTable table(shape.format.table);
       const auto look_up = [&](i32 v) __attribute__((always_inline)) { return value(table.look_up(v)); };
-      unpack_blocks<4>(units, end - begin, ahead, look_up, piece);
+      unpack_blocks<4, kAsks>(units, end - begin, ahead, look_up, piece);
     } else if (shape.format.bits == 4) {
-      unpack_blocks<4>(units, end - begin, ahead, value, piece);
+      unpack_blocks<4, kAsks>(units, end - begin, ahead, value, piece);
     } else if (shape.format.bits == 5) {
-      unpack_blocks<5>(units, end - begin, ahead, value, piece);
+      unpack_blocks<5, kAsks>(units, end - begin, ahead, value, piece);
     } else if (shape.format.bits == 6) {
-      unpack_blocks<6>(units, end - begin, ahead, value, piece);
+      unpack_blocks<6, kAsks>(units, end - begin, ahead, value, piece);
     } else {
       for (int64_t i = 0; i < (end - begin) * shape.block_bytes(); i += W * kUnitBytes) {
         store_lanes(piece + i, value(load_lanes(units + i)));
@@ -232,7 +232,7 @@ struct PanelReader {
   }
 
  private:
-  template <int kBits, typename Value>
+  template <int kBits, bool kAsks, typename Value>
   QUIRE_MEMBER static void unpack_blocks(const char* units, int64_t blocks, int64_t ahead, const Value& value,
                                          char* to) {
     constexpr int64_t kHalf = QuantizedShape::kBlock / 2 / kUnitBytes * kUnitRowBytes;
@@ -243,13 +243,13 @@ struct PanelReader {
         QUIRE_UNROLL
         for (int j = 0; j < kBits - 4; ++j) {
           const char* bits = units + kHalf + j * kUnitRowBytes + i;
-          __builtin_prefetch(bits + ahead, 0, 2);
+          if constexpr (kAsks) __builtin_prefetch(bits + ahead, 0, 2);
           upper[j] = load_lanes(bits);
         }
         QUIRE_UNROLL
         for (int row = 0; row < kRows; ++row) {
           const int64_t at = row * kUnitRowBytes + i;
-          __builtin_prefetch(units + at + ahead, 0, 2);
+          if constexpr (kAsks) __builtin_prefetch(units + at + ahead, 0, 2);
           const i32 bits = load_lanes(units + at);
           store_lanes(to + at, value((bits & 0x0f0f0f0f) | upper_bits<kBits>(upper, row)));
           store_lanes(to + kHalf + at, value(((bits >> 4) & 0x0f0f0f0f) | upper_bits<kBits>(upper, row + kRows)));
