@@ -129,9 +129,10 @@ static void quantize_rotated_row(const T* x, const float* factors, const Quantiz
   quantize_row<float>(rotated, nullptr, layout, row);
 }
 
-// minuses [R][32] += the sums of x's groups times the mins.
+// minuses [R][32] += the sums of x's groups times the mins. `line_bytes` from `line` on are asked for with each group.
 template <int R>
-static void add_mins_of_rows(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, float* minuses) {
+static void add_mins_of_rows(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, float* minuses,
+                             const char* line, int64_t line_bytes) {
   constexpr int64_t kVectors = kPanelColumns / W;
   const char* x_sums = rows + layout.sums_at + piece.first * int64_t(sizeof(float));
   f32 sum[R][kVectors];
@@ -142,6 +143,9 @@ static void add_mins_of_rows(const char* rows, const QuantizedRow& layout, const
   }
   for (int64_t group = 0; group < piece.groups; ++group) {
     const float* mins = piece.mins + group * kPanelColumns;
+    for (int64_t at = group * line_bytes & -64; at < ((group + 1) * line_bytes & -64); at += 64) {
+      ask_for<1>(Ask::kNext, line + at);
+    }
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
       const f32 x_sum = set1(reinterpret_cast<const float*>(x_sums + r * layout.bytes)[group]);
@@ -158,14 +162,15 @@ static void add_mins_of_rows(const char* rows, const QuantizedRow& layout, const
 
 // The same of any number of rows: some at once, as additions to one sum wait for each other.
 static void add_mins(const char* rows, int64_t num_rows, const QuantizedRow& layout, const WeightPiece& piece,
-                     float* minuses) {
+                     float* minuses, const char* line = nullptr, int64_t line_bytes = 0) {
   constexpr int kAtOnce = W == 16 ? 4 : 2;
   int64_t row = 0;
   for (; row + kAtOnce <= num_rows; row += kAtOnce) {
-    add_mins_of_rows<kAtOnce>(rows + row * layout.bytes, layout, piece, minuses + row * kPanelColumns);
+    add_mins_of_rows<kAtOnce>(rows + row * layout.bytes, layout, piece, minuses + row * kPanelColumns, line,
+                              row == 0 ? line_bytes : 0);
   }
   for (; row < num_rows; ++row) {
-    add_mins_of_rows<1>(rows + row * layout.bytes, layout, piece, minuses + row * kPanelColumns);
+    add_mins_of_rows<1>(rows + row * layout.bytes, layout, piece, minuses + row * kPanelColumns, line, 0);
   }
 }
 
@@ -300,7 +305,9 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
 #if defined(QUIRE_AMX)
     if (is_streamed) {
       const WeightPiece piece = {nullptr, {}, scales, mins, nullptr, first, end - first, Ask::kNot, 0, 0, 1};
-      add_mins(rows, num_rows, layout, piece, minuses);
+      const int64_t field_bytes = reader.integers_at / layout.groups;
+      const char* line = panel + reader.shape.panel_bytes() + kBytesAheadOfBlocks + first * field_bytes;
+      add_mins(rows, num_rows, layout, piece, minuses, line, field_bytes);
       continue;
     }
     if (has_groups_on_tiles(reader.shape, num_rows)) {
