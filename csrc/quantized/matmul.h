@@ -9,6 +9,7 @@
 #include "isa/rows.h"
 #include "quantized/rotation.h"
 #include "quantized/tiles/grouped.h"
+#include "quantized/tiles/mins.h"
 #if defined(QUIRE_AMX)
 #include "quantized/tiles/amx.h"
 #include "quantized/tiles/amx_groups.h"
@@ -18,7 +19,6 @@ namespace quire::QUIRE_ISA {
 
 #if !defined(QUIRE_AMX)
 QUIRE_INLINE constexpr bool has_groups_on_tiles(const QuantizedShape&, int64_t) { return false; }
-QUIRE_INLINE constexpr bool streams_groups(const QuantizedShape&, int64_t) { return false; }
 #endif
 
 // A largest value up to this counts as zero: 127 divided by it might be infinite.
@@ -127,51 +127,6 @@ static void quantize_rotated_row(const T* x, const float* factors, const Quantiz
   alignas(64) float rotated[kMostQuantizedK];  // as much as is used is touched
   rotate(x, factors, layout.k, rotated);
   quantize_row<float>(rotated, nullptr, layout, row);
-}
-
-// minuses [R][32] += the sums of x's groups times the mins. `line_bytes` from `line` on are asked for with each group.
-template <int R>
-static void add_mins_of_rows(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, float* minuses,
-                             const char* line, int64_t line_bytes) {
-  constexpr int64_t kVectors = kPanelColumns / W;
-  const char* x_sums = rows + layout.sums_at + piece.first * int64_t(sizeof(float));
-  f32 sum[R][kVectors];
-  QUIRE_UNROLL
-  for (int r = 0; r < R; ++r) {
-    QUIRE_UNROLL
-    for (int64_t g = 0; g < kVectors; ++g) sum[r][g] = load(minuses + r * kPanelColumns + g * W);
-  }
-  for (int64_t group = 0; group < piece.groups; ++group) {
-    const float* mins = piece.mins + group * kPanelColumns;
-    for (int64_t at = group * line_bytes & -64; at < ((group + 1) * line_bytes & -64); at += 64) {
-      ask_for<1>(Ask::kNext, line + at);
-    }
-    QUIRE_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const f32 x_sum = set1(reinterpret_cast<const float*>(x_sums + r * layout.bytes)[group]);
-      QUIRE_UNROLL
-      for (int64_t g = 0; g < kVectors; ++g) sum[r][g] = sum[r][g] + x_sum * load(mins + g * W);
-    }
-  }
-  QUIRE_UNROLL
-  for (int r = 0; r < R; ++r) {
-    QUIRE_UNROLL
-    for (int64_t g = 0; g < kVectors; ++g) store(minuses + r * kPanelColumns + g * W, sum[r][g]);
-  }
-}
-
-// The same of any number of rows: some at once, as additions to one sum wait for each other.
-static void add_mins(const char* rows, int64_t num_rows, const QuantizedRow& layout, const WeightPiece& piece,
-                     float* minuses, const char* line = nullptr, int64_t line_bytes = 0) {
-  constexpr int kAtOnce = W == 16 ? 4 : 2;
-  int64_t row = 0;
-  for (; row + kAtOnce <= num_rows; row += kAtOnce) {
-    add_mins_of_rows<kAtOnce>(rows + row * layout.bytes, layout, piece, minuses + row * kPanelColumns, line,
-                              row == 0 ? line_bytes : 0);
-  }
-  for (; row < num_rows; ++row) {
-    add_mins_of_rows<1>(rows + row * layout.bytes, layout, piece, minuses + row * kPanelColumns, line, 0);
-  }
 }
 
 // The most blocks of rows that share requests into the nearest cache: more multiply for so long that one of them may as
@@ -284,16 +239,12 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
   // The tiles ask for what lies ahead of the integers they read: all but these lines, as they skip the fields.
   const Ask ask_fields = requests.ask == Ask::kNot ? Ask::kNext : requests.ask;
   const bool is_in_line = asks_in_line(reader, num_rows);
-  for (int64_t at = 0; at < reader.integers_at && !is_in_line && !streams_groups(reader.shape, num_rows); at += 64) {
+  for (int64_t at = 0; at < reader.integers_at && !is_in_line; at += 64) {
     ask_for<1>(ask_fields, panel + requests.ahead + at);
   }
   const int64_t passed = requests.are_shared ? piece_groups : 0;  // what is asked for while one piece is multiplied
   const int64_t line_bytes = is_in_line ? reader.shape.panel_bytes() / layout.groups : 0;
-  const bool is_streamed = streams_groups(reader.shape, num_rows);
-#if defined(QUIRE_AMX)
-  if (is_streamed) stream_groups(tiles, rows, num_rows, reader, layout, panel, out, sums);
-#endif
-  for (int64_t first = 0; first < layout.groups && (!is_streamed || layout.has_mins); first += piece_groups) {
+  for (int64_t first = 0; first < layout.groups; first += piece_groups) {
     const int64_t end = smaller(first + piece_groups, layout.groups);
     if (stored_scales.numbers == nullptr) {
       reader.read_scales(panel, first, end, scales, mins);
@@ -303,13 +254,6 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
     const int64_t begin_block = first * layout.group / QuantizedShape::kBlock;
     const int64_t end_block = ceil_div(end * layout.group, QuantizedShape::kBlock);
 #if defined(QUIRE_AMX)
-    if (is_streamed) {
-      const WeightPiece piece = {nullptr, {}, scales, mins, nullptr, first, end - first, Ask::kNot, 0, 0, 1};
-      const int64_t field_bytes = reader.integers_at / layout.groups;
-      const char* line = panel + reader.shape.panel_bytes() + kBytesAheadOfBlocks + first * field_bytes;
-      add_mins(rows, num_rows, layout, piece, minuses, line, field_bytes);
-      continue;
-    }
     if (has_groups_on_tiles(reader.shape, num_rows)) {
       const GroupPiece groups(reader, panel, begin_block, end_block, num_rows, bytes);
       const WeightPiece piece = {groups.units, stored_scales, scales, mins, nullptr, first,
@@ -376,10 +320,14 @@ static void run_quantized_task(const PanelReader& reader, const QuantizedRow& la
 #endif
   alignas(64) float sums[kTaskRows * kPanelColumns];
   const int64_t panel_bytes = reader.shape.panel_bytes();
+  auto* multiply = &multiply_panel;
+#if defined(QUIRE_AMX)
+  if (streams_groups(reader.shape, task.rows)) multiply = &stream_panel;
+#endif
   Tiles tiles;
   for (int64_t panel = task.panel; panel < task.panel + task.panels; ++panel) {
     const PanelOut out = {to, first + task.row, panel * kPanelColumns};
-    multiply_panel(tiles, rows, task.rows, reader, layout, weight + panel * panel_bytes, out, sums);
+    multiply(tiles, rows, task.rows, reader, layout, weight + panel * panel_bytes, out, sums);
     finish(to, out.row, task.rows, out.column, sums, kPanelColumns, kPanelColumns);
   }
   tiles.release();

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "isa/x86/amx.h"
+#include "quantized/tiles/mins.h"
 #include "quantized/tiles/tile.h"
 #include "quantized/tiles/unpack.h"
 
@@ -18,8 +19,8 @@ QUIRE_INLINE bool streams_groups(const QuantizedShape& shape, int64_t rows) {
   const QuantizedFormat& format = shape.format;
   if (format.bits == 8 || format.group > QuantizedShape::kBlock || rows > kMostStreamedRows) return false;
   const bool has_pieces = format.scale == Number::kFloat || format.scale == Number::kExponent;
-  if (has_pieces || format.min == Number::kZeroPoint) return rows >= kFewestPieceRows;
-  return rows >= (format.group == 16 || format.min != Number::kNone ? kFewestSmallRows : kFewestRows);
+  if (has_pieces || format.min == Number::kZeroPoint) return shape.k > 0 && rows >= kFewestPieceRows;
+  return shape.k > 0 && rows >= (format.group == 16 || format.min != Number::kNone ? kFewestSmallRows : kFewestRows);
 }
 
 // 1.5 * 2^23: integers that are added to its bits are added to the number.
@@ -185,9 +186,34 @@ static RunStream* streamed_sums(int64_t rows) {
   return &StreamedSums<kGroup, R>::run;
 }
 
-// The sums of a task's rows and a panel, without mins. While these are added, the fields' share of lines is asked for.
-static void stream_groups(Tiles& tiles, const char* rows, int64_t num_rows, const PanelReader& reader,
-                          const QuantizedRow& layout, const char* panel, const PanelOut& out, float* sums) {
+// Subtracts the sums of x times a panel's mins from `sums`. Meanwhile the fields' share of lines is asked for.
+static void subtract_mins(const char* rows, int64_t num_rows, const PanelReader& reader, const QuantizedRow& layout,
+                          const char* panel, float* sums) {
+  constexpr int kAtOnce = 4;
+  static_assert(kFewestRows >= kAtOnce);
+  alignas(64) float scales[kPieceGroups * kPanelColumns], mins[kPieceGroups * kPanelColumns];
+  alignas(64) float minuses[kMostStreamedRows * kPanelColumns] = {};
+  const bool has_stored = reader.stored_scales(panel).numbers != nullptr;
+  const int64_t field_bytes = reader.integers_at / layout.groups;
+  const char* line = panel + reader.shape.panel_bytes() + kBytesAheadOfBlocks;
+  for (int64_t first = 0; first < layout.groups; first += kPieceGroups) {
+    const int64_t end = smaller(first + kPieceGroups, layout.groups);
+    if (has_stored) {
+      reader.read_mins(panel, first, end, scales, mins);
+    } else {
+      reader.read_scales(panel, first, end, scales, mins);
+    }
+    const WeightPiece piece = {nullptr, {}, scales, mins, nullptr, first, end - first, Ask::kNot, 0, 0, 1};
+    const MinRequests requests = {line + first * field_bytes, field_bytes};
+    add_mins_of_rows<kAtOnce>(rows, layout, piece, minuses, requests);
+    add_mins(rows + kAtOnce * layout.bytes, num_rows - kAtOnce, layout, piece, minuses + kAtOnce * kPanelColumns);
+  }
+  for (int64_t i = 0; i < num_rows * kPanelColumns; i += W) store(sums + i, load(sums + i) - load(minuses + i));
+}
+
+// The sums of a task's rows and a panel.
+static void stream_panel(Tiles& tiles, const char* rows, int64_t num_rows, const PanelReader& reader,
+                         const QuantizedRow& layout, const char* panel, const PanelOut& out, float* sums) {
   alignas(64) char places[StreamedBlocks::kPlaces * StreamedBlocks::kBytes];
   alignas(64) float scales[kPieceGroups * kPanelColumns], mins[kPieceGroups * kPanelColumns];
   const StoredScales stored_scales = reader.stored_scales(panel);
@@ -204,6 +230,7 @@ static void stream_groups(Tiles& tiles, const char* rows, int64_t num_rows, cons
     const char* to = end == layout.groups ? out.line(0) : nullptr;
     run(rows, layout, piece, blocks, to, out.stride(), sums);
   }
+  if (layout.has_mins) subtract_mins(rows, num_rows, reader, layout, panel, sums);
 }
 
 }  // namespace quire::QUIRE_ISA
