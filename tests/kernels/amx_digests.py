@@ -19,7 +19,7 @@ def main() -> None:
         weight = randn(n, k, seed=n).bfloat16()
         narrow = kernels.pack_blocks(random_blocks("q6_k", n, 2), 512, torch.bfloat16, "q6_k")
         for matrix in (kernels.pack_weight(weight), *(kernels.quantize_weight(weight, f) for f in FORMATS), narrow):
-            for rows in (1, 16, 37, 200):
+            for rows in (1, 9, 16, 37, 200):
                 x = randn(rows, matrix.k, seed=rows).bfloat16()
                 _show(f"{matrix.nbytes} x {rows}", kernels.matmul(x, matrix, None, torch.float32))
     for head_dim, query_len in ((64, 1), (64, 40), (32, 300), (128, 33)):
