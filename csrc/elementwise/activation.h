@@ -3,6 +3,7 @@
 
 #include "base/kernel_table.h"
 #include "isa/rows.h"
+#include "isa/x86/amx.h"
 
 namespace quire::QUIRE_ISA {
 
@@ -96,6 +97,15 @@ QUIRE_INLINE f32 apply_gated(const ClampedSwiglu& kind, f32 gate, f32 up) {
   return g * sigmoid(g * set1(kind.alpha)) * (1.0f - max(-most, -max(-most, up)));
 }
 
+// Asks for a line of each half, 2 KiB ahead of element i: the product before has left half of them with another core.
+template <typename T>
+QUIRE_INLINE void ask_ahead(const T* gate, const T* up, int64_t i) {
+  constexpr int64_t kLine = 64 / int64_t(sizeof(T));
+  if (i % kLine != 0) return;
+  __builtin_prefetch(gate + 32 * kLine, 0, 3);
+  __builtin_prefetch(up + 32 * kLine, 0, 3);
+}
+
 // gate: x is [gate | up], 2 * width wide.
 template <typename T, bool kGated, typename Kind>
 static void activate(const Kind& kind, const T* x, int64_t rows, int64_t width, T* out, int64_t out_stride) {
@@ -105,6 +115,7 @@ static void activate(const Kind& kind, const T* x, int64_t rows, int64_t width, 
       const T* from = x + row * x_stride;
       T* to = out + row * out_stride;
       for_parts(width, [=](int64_t i, int64_t n) __attribute__((always_inline)) {
+        if constexpr (kGated && kAmx) ask_ahead(from + i, from + width + i, i);
         const f32 v = load_some(from + i, n);
         if constexpr (kGated) {
           store_some(to + i, apply_gated(kind, v, load_some(from + width + i, n)), n);

@@ -62,6 +62,21 @@ def test_a_row_alone_has_the_bits_it_has_in_any_batch_on_any_number_of_threads(i
 
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("format", [None, "int8"])
+@pytest.mark.parametrize("n", [16400, 16401])
+def test_results_that_leave_the_caches_are_those_of_each_row(isa, format, n):
+    """40 rows of so many columns are written past the caches where tiles multiply and rows begin at cache lines."""
+    weight, x, bias = make_weight(n, 64, torch.bfloat16), randn(40, 64).bfloat16(), randn(n)
+    with using(isa, num_threads=2):
+        packed = kernels.pack_weight(weight) if format is None else kernels.quantize_weight(weight, format)
+        for given_bias in (None, bias):
+            whole = kernels.matmul(x, packed, given_bias, torch.float32)
+            for row in range(0, 40, 13):
+                assert torch.equal(whole[row], kernels.matmul(x[row : row + 1], packed, given_bias, torch.float32)[0])
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_rows_and_columns_of_one_task_fit_its_scratch(isa, dtype):
     """48 rows share 32 panels; 1,024 elements of each are staged at once, as float32 where pairs are not multiplied."""

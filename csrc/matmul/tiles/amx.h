@@ -100,6 +100,7 @@ static void add_panel(Tiles& tiles, const TileRows& x, const char* panel, int64_
 // panels pass.
 constexpr int64_t kManyRowsSteps = 12, kFewRowsSteps = 256;
 constexpr int64_t kStepsAhead = 2;  // of a panel
+constexpr int64_t kPassingElements = 512 * 1024;
 constexpr int64_t kBlockSums = kBlockRows * kPanelColumns;
 static_assert(kBlockRows == kAmxMostRows);
 // Of four bytes each: what run_on_tiles needs for a task.
@@ -116,6 +117,27 @@ static TileRequests tile_requests(const ProductTask& task, int64_t row, const ch
   const int64_t step = smaller(768, ceil_div(kStepBytes, blocks * 64) * 64);
   const char* next = panel + bytes + (is_last ? (task.panels - 1) * panel_bytes : 0);
   return {Ask::kNearest, next + row / kBlockRows * step * (units / kAmxUnits), step};
+}
+
+// Whether results are written past the caches: float32 of so many that they leave these before they are read. Lines
+// that lie so far apart slow down the reading of weights where they come into the caches first.
+static bool passes_caches(const ProductOut& to, int64_t rows) {
+  return to.dtype == kFloat32 && rows * to.n >= kPassingElements &&
+         (reinterpret_cast<uintptr_t>(to.out) | uintptr_t(to.stride) * sizeof(float)) % 64 == 0;
+}
+
+// As finish, of one panel.
+static void finish_panel(const ProductOut& to, int64_t row, int64_t rows, int64_t column, const float* sums) {
+  if (!passes_caches(to, rows) || column + kPanelColumns > to.n) {
+    return finish(to, row, rows, column, sums, kPanelColumns, kPanelColumns);
+  }
+  float* out = static_cast<float*>(to.out) + row * to.stride + column;
+  for (int64_t r = 0; r < rows; ++r, out += to.stride, sums += kPanelColumns) {
+    for (int64_t j = 0; j < kPanelColumns; j += W) {
+      _mm512_stream_ps(out + j, to.bias != nullptr ? load(sums + j) + load(to.bias + column + j) : load(sums + j));
+    }
+  }
+  _mm_sfence();  // before other threads see that the task is done
 }
 
 // The sums of a task's rows and panels, each of `units` units of k, `panel_bytes` apart from `panels` on:

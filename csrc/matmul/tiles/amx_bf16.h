@@ -38,8 +38,8 @@ static void run_amx_task(const MatmulArgs& args, const ProductTask& task, char* 
     return stage_rows(from, args.x_stride, rows, elements, scratch);
   };
   const auto write = [&](int64_t row, int64_t rows, int64_t panel, const char* sums) {
-    finish(args.to, task.row + row, rows, (task.panel + panel) * kPanelColumns, reinterpret_cast<const float*>(sums),
-           kPanelColumns, kPanelColumns);
+    finish_panel(args.to, task.row + row, rows, (task.panel + panel) * kPanelColumns,
+                 reinterpret_cast<const float*>(sums));
   };
   run_on_tiles<bf16>(task, units, args.weight.data + task.panel * panel_bytes, panel_bytes, scratch + kTileStageBytes,
                      rows_of, write);

@@ -42,8 +42,8 @@ static void run_whole_task(const PanelReader& reader, const QuantizedRow& layout
     alignas(64) float scales[kPanelColumns], mins[kPanelColumns];
     reader.read_scales(panels + panel * panel_bytes, 0, 1, scales, mins);
     scale_sums(rows + row * layout.bytes, count, layout, scales, products);
-    finish(to, first + task.row + row, count, (task.panel + panel) * kPanelColumns,
-           reinterpret_cast<const float*>(products), kPanelColumns, kPanelColumns);
+    finish_panel(to, first + task.row + row, count, (task.panel + panel) * kPanelColumns,
+                 reinterpret_cast<const float*>(products));
   };
   run_on_tiles<int8_t>(task, layout.group / kUnitBytes, panels + reader.integers_at, panel_bytes, sums, rows_of, write);
 }
