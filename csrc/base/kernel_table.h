@@ -132,6 +132,9 @@ struct QuantizedMatmulArgs {
   char* rows_of_x;       // of rows_bytes(shape, rows), to work in
   const int32_t* order;  // the column of x for each column of the weight, or null; groups are of 32 then
   ProductOut to;
+  // What is multiplied is what this makes of x, which is [rows, 2 * k] if it is gated; null: x itself.
+  const ActivationKind* activation;
+  bool is_gated;
 };
 
 // Indexed by the DType of x and of the weight that was quantized.

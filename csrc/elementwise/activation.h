@@ -106,33 +106,34 @@ QUIRE_INLINE void ask_ahead(const T* gate, const T* up, int64_t i) {
   __builtin_prefetch(up + 32 * kLine, 0, 3);
 }
 
-// gate: x is [gate | up], 2 * width wide.
+// Of a row, which is [gate | up], 2 * width wide, if it is gated.
+template <typename T, bool kGated, typename Kind>
+QUIRE_INLINE void activate_row(const Kind& kind, const T* from, int64_t width, T* to) {
+  for_parts(width, [=](int64_t i, int64_t n) __attribute__((always_inline)) {
+    if constexpr (kGated && kAmx) ask_ahead(from + i, from + width + i, i);
+    const f32 v = load_some(from + i, n);
+    if constexpr (kGated) {
+      store_some(to + i, apply_gated(kind, v, load_some(from + width + i, n)), n);
+    } else {
+      store_some(to + i, kind.apply(v), n);
+    }
+  });
+}
+
+// x: rows that follow each other.
 template <typename T, bool kGated, typename Kind>
 static void activate(const Kind& kind, const T* x, int64_t rows, int64_t width, T* out, int64_t out_stride) {
   const int64_t x_stride = kGated ? 2 * width : width;
   for_rows(rows, x_stride, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const T* from = x + row * x_stride;
-      T* to = out + row * out_stride;
-      for_parts(width, [=](int64_t i, int64_t n) __attribute__((always_inline)) {
-        if constexpr (kGated && kAmx) ask_ahead(from + i, from + width + i, i);
-        const f32 v = load_some(from + i, n);
-        if constexpr (kGated) {
-          store_some(to + i, apply_gated(kind, v, load_some(from + width + i, n)), n);
-        } else {
-          store_some(to + i, kind.apply(v), n);
-        }
-      });
+      activate_row<T, kGated>(kind, x + row * x_stride, width, out + row * out_stride);
     }
   });
 }
 
-template <typename T, bool kGated>
-static void activation_to(const ActivationKind& kind, const void* x, int64_t rows, int64_t width, void* out,
-                          int64_t out_stride) {
-  const auto run = [&](const auto& chosen) {
-    activate<T, kGated>(chosen, static_cast<const T*>(x), rows, width, static_cast<T*>(out), out_stride);
-  };
+// Calls run with the struct of the kind.
+template <typename T, bool kGated, typename Run>
+static void with_kind(const ActivationKind& kind, const Run& run) {
   const float* p = kind.parameters;
   switch (kind.kind) {
     case kSilu:
@@ -151,6 +152,24 @@ static void activation_to(const ActivationKind& kind, const void* x, int64_t row
       return run(Xielu{p[0], p[1], p[2]});
     case kClampedSwiglu:
       if constexpr (kGated) run(ClampedSwiglu{p[0], p[1]});
+  }
+}
+
+template <typename T, bool kGated>
+static void activation_to(const ActivationKind& kind, const void* x, int64_t rows, int64_t width, void* out,
+                          int64_t out_stride) {
+  with_kind<T, kGated>(kind, [&](const auto& chosen) {
+    activate<T, kGated>(chosen, static_cast<const T*>(x), rows, width, static_cast<T*>(out), out_stride);
+  });
+}
+
+// Of one row.
+template <typename T>
+static void activate_one(const ActivationKind& kind, bool is_gated, const T* x, int64_t width, T* out) {
+  if (is_gated) {
+    with_kind<T, true>(kind, [&](const auto& chosen) { activate_row<T, true>(chosen, x, width, out); });
+  } else {
+    with_kind<T, false>(kind, [&](const auto& chosen) { activate_row<T, false>(chosen, x, width, out); });
   }
 }
 

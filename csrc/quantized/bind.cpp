@@ -54,10 +54,12 @@ void bind_quantized(nb::module_& module) {
       module, "quantized_matmul",
       +[](int format, int64_t base_group, int dtype, const void* x, int64_t x_stride, int64_t rows, const char* weight,
           int64_t n, int64_t k, const float* bias, void* out, int64_t out_stride, int out_dtype, char* rows_of_x,
-          const int32_t* order) {
+          const int32_t* order, int activation, float a, float b, float c, bool is_gated) {
         const QuantizedShape shape(format, base_group, n, k);
+        const ActivationKind kind = {activation, {a, b, c}};
+        const ProductOut to = {n, out_stride, bias, out, DType(out_dtype)};
         kernels().quantized.matmul[dtype](
-            {shape, x, x_stride, rows, weight, rows_of_x, order, {n, out_stride, bias, out, DType(out_dtype)}});
+            {shape, x, x_stride, rows, weight, rows_of_x, order, to, activation < 0 ? nullptr : &kind, is_gated});
       });
   add_kernel(
       module, "gather_quantized",

@@ -6,6 +6,7 @@
 // end. So an element has the same bits in any batch and in every variant.
 #pragma once
 
+#include "elementwise/activation.h"
 #include "isa/rows.h"
 #include "quantized/rotation.h"
 #include "quantized/tiles/grouped.h"
@@ -333,6 +334,15 @@ static void run_quantized_task(const PanelReader& reader, const QuantizedRow& la
   tiles.release();
 }
 
+// The same of what an activation makes of the row.
+template <typename T>
+static void quantize_activated(const QuantizedMatmulArgs& args, const T* x, const float* factors,
+                               const QuantizedRow& layout, char* to) {
+  alignas(64) T activated[kMostQuantizedK];  // as much as is used is touched
+  activate_one(*args.activation, args.is_gated, x, layout.k, activated);
+  quantize_x<T>(activated, args.order, factors, layout, to);
+}
+
 template <typename T>
 static void quantized_matmul(const QuantizedMatmulArgs& args) {
   const QuantizedRow layout(args.shape);
@@ -344,7 +354,13 @@ static void quantized_matmul(const QuantizedMatmulArgs& args) {
     const T* x = static_cast<const T*>(args.x) + first * args.x_stride;
     for_rows(rows, layout.k, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
-        quantize_x(x + row * args.x_stride, args.order, factors, layout, args.rows_of_x + row * row_bytes);
+        const T* from = x + row * args.x_stride;
+        char* to = args.rows_of_x + row * row_bytes;
+        if (args.activation != nullptr) {
+          quantize_activated(args, from, factors, layout, to);
+        } else {
+          quantize_x(from, args.order, factors, layout, to);
+        }
       }
     });
     const int64_t task_panels = shares_requests(reader, layout, rows) ? kSharingTaskPanels : kTaskPanels;

@@ -44,6 +44,44 @@ def test_products_have_the_references_bits_for_any_number_of_rows(isa, format, d
                     assert torch.equal(actual, expected[:rows].to(out_dtype)), rows
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("weights", ["packed", *FORMATS])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", kernels.XIELU(0.8, 0.7), kernels.ClampedSwiGLU()])
+def test_products_of_what_an_activation_makes_have_the_bits_of_both_kernels(isa, weights, dtype, is_gated, kind):
+    n, k = 40, 1051
+    x, bias = 3 * randn(24, (1 + is_gated) * k).to(dtype), randn(n)
+    activated = kernels.Activated(kind, is_gated=is_gated)
+    with using(isa, num_threads=2):
+        weight = make_weight(n, k, dtype)
+        packed = kernels.pack_weight(weight) if weights == "packed" else kernels.quantize_weight(weight, weights)
+        if isinstance(kind, kernels.ClampedSwiGLU) and not is_gated:
+            with pytest.raises(KernelError, match="ClampedSwiGLU"):
+                kernels.activated_matmul(x, activated, packed, bias)
+            return
+        made = kernels.gated_activation(x, kind) if is_gated else kernels.activation(x, kind)
+        for given_bias in (None, bias):
+            expected = kernels.matmul(made, packed, given_bias)
+            for rows in (0, 1, 2, 9, 24):
+                assert torch.equal(kernels.activated_matmul(x[:rows], activated, packed, given_bias), expected[:rows])
+
+
+@pytest.mark.parametrize(
+    ("x", "is_gated", "told"),
+    [
+        (torch.ones(2, 64), True, r"\[2, 64\]"),
+        (torch.ones(2, 128), False, r"\[2, 128\]"),
+        (torch.ones(2, 64).bfloat16(), False, "bfloat16"),
+        (torch.ones(64, 2).T, False, "contiguous"),
+    ],
+)
+def test_activated_rows_that_do_not_fit_are_refused(x, is_gated, told):
+    packed = kernels.quantize_weight(make_weight(3, 64, torch.float32), "int8")
+    with pytest.raises(KernelError, match=told):
+        kernels.activated_matmul(x, kernels.Activated("silu", is_gated=is_gated), packed)
+
+
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format", FORMATS)

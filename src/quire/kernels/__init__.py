@@ -34,7 +34,15 @@ from quire.kernels.kv_cache import (
     write_latents,
 )
 from quire.kernels.lora import add_lora, pack_lora
-from quire.kernels.matmul import matmul, matmul_heads, multiply_heads, pack_heads, pack_weight, unpack_weight
+from quire.kernels.matmul import (
+    activated_matmul,
+    matmul,
+    matmul_heads,
+    multiply_heads,
+    pack_heads,
+    pack_weight,
+    unpack_weight,
+)
 from quire.kernels.quantized import (
     block_size,
     integer_format,
@@ -47,7 +55,15 @@ from quire.kernels.quantized import (
 )
 from quire.kernels.sampling.draws import processed_logits, sample, top_logprobs
 from quire.kernels.sampling.tensors import LogitChanges, SamplingTensors, TokenLists
-from quire.kernels.variants import XIELU, ActivationKind, AttentionVariant, ClampedSwiGLU, DistanceTerms, EncoderVariant
+from quire.kernels.variants import (
+    XIELU,
+    Activated,
+    ActivationKind,
+    AttentionVariant,
+    ClampedSwiGLU,
+    DistanceTerms,
+    EncoderVariant,
+)
 from quire.kernels.weights import (
     BLOCK_FORMATS,
     QUANTIZED_FORMATS,
@@ -65,6 +81,7 @@ __all__ = [
     "BLOCK_FORMATS",
     "QUANTIZED_FORMATS",
     "XIELU",
+    "Activated",
     "ActivationKind",
     "AttentionVariant",
     "Backend",
@@ -93,6 +110,7 @@ __all__ = [
     "StackedWeight",
     "TokenLists",
     "Workspace",
+    "activated_matmul",
     "activation",
     "add",
     "add_layer_norm",

@@ -91,9 +91,15 @@ def head_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) 
 
 def activation(x: Tensor, kind: ActivationKind) -> Tensor:
     """Apply `kind` to each element of x [..., width] float32 or bfloat16, contiguous, into a new tensor."""
-    if x.dtype not in DTYPES or not _is_plain(kind) or not x.is_contiguous():
+    if x.dtype not in DTYPES or not takes_kind(kind, is_gated=False) or not x.is_contiguous():
         raise refusal("activation", f"x [..., width] {_ACTIVATION_TAKES} or an XIELU", x=x, kind=kind)
     return backend_of(x).activation(x, kind)
+
+
+def takes_kind(kind: ActivationKind, *, is_gated: bool) -> bool:
+    """Whether `activation` or `gated_activation` knows the kind."""
+    is_plain = kind in ACTIVATIONS if isinstance(kind, str) else isinstance(kind, XIELU)
+    return is_plain or (is_gated and isinstance(kind, ClampedSwiGLU))
 
 
 def gated_activation(x: Tensor, kind: ActivationKind, out: Tensor | None = None) -> Tensor:
@@ -102,7 +108,7 @@ def gated_activation(x: Tensor, kind: ActivationKind, out: Tensor | None = None)
     A ClampedSwiGLU clamps both halves first and adds one to `up`. `out`: where the result is written, if not in memory
     of its own; of x's dtype, with stride 1 in a row.
     """
-    shape, is_kind = x.shape, _is_plain(kind) or isinstance(kind, ClampedSwiGLU)
+    shape, is_kind = x.shape, takes_kind(kind, is_gated=True)
     if (
         x.dtype not in DTYPES
         or not is_kind
@@ -146,10 +152,6 @@ def softcap(x: Tensor, cap: float) -> None:
     if x.dtype is not torch.float32 or not x.is_contiguous() or not cap > 0:
         raise refusal("softcap", "x float32, contiguous, and a cap above 0", x=x, cap=cap)
     backend_of(x).softcap(x, cap)
-
-
-def _is_plain(kind: ActivationKind) -> bool:
-    return kind in ACTIVATIONS if isinstance(kind, str) else isinstance(kind, XIELU)
 
 
 def _are_weights(backend: Backend, weight: Tensor, bias: Tensor | None, width: int) -> bool:

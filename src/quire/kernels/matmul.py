@@ -8,6 +8,8 @@ from torch import Tensor
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
 from quire.kernels.checks import DTYPES, is_place, kernel_errors, refusal
+from quire.kernels.elementwise import activation, gated_activation, takes_kind
+from quire.kernels.variants import Activated
 from quire.kernels.weights import HeadWeights, Matrix, PackedWeight, QuantizedWeight, StackedWeight
 
 
@@ -66,6 +68,34 @@ def matmul(
                 start = end
         else:
             _multiply(backend, x, packed, bias, out)
+    return out
+
+
+def activated_matmul(x: Tensor, activated: Activated, packed: Matrix, bias: Tensor | None = None) -> Tensor:
+    """`matmul` of what an activation makes of x, [num_tokens, k] or, if it is gated, [num_tokens, 2 * k], contiguous.
+
+    By one quantized weight, nothing is written between the two: a row is rounded where it was made.
+    """
+    if not isinstance(packed, QuantizedWeight):
+        return matmul((gated_activation if activated.is_gated else activation)(x, activated.kind), packed, bias)
+    backend, shape = backend_of(x), x.shape
+    if (
+        len(shape) != 2
+        or shape[1] != packed.k * (2 if activated.is_gated else 1)
+        or x.dtype is not packed.dtype
+        or not x.is_contiguous()
+        or not backend.holds(packed.data)
+        or not takes_kind(activated.kind, is_gated=activated.is_gated)
+        or (bias is not None and not _is_bias(backend, bias, packed.n))
+    ):
+        takes = (
+            f"contiguous x [num_tokens, {packed.k}], or twice as wide for a gated activation, of {packed.dtype} on "
+            f"{packed.data.device}, a kind of activation, and a contiguous float32 bias [{packed.n}] or None"
+        )
+        raise refusal("activated_matmul", takes, x=x, activated=activated, bias=bias)
+    with kernel_errors():
+        out = backend.empty((shape[0], packed.n), packed.dtype)
+        backend.quantized_matmul(x, packed, bias, out, activated)
     return out
 
 

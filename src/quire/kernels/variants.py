@@ -37,6 +37,14 @@ ActivationKind = str | XIELU | ClampedSwiGLU
 """A name in `checks.ACTIVATIONS`, or a kind with parameters."""
 
 
+@dataclass(frozen=True, slots=True)
+class Activated:
+    """What is made of a product's x first: as `activation` or, if `is_gated`, as `gated_activation`."""
+
+    kind: ActivationKind
+    is_gated: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionVariant:
     """How the scores of an attention layer become weights. The default is plain causal attention.

@@ -11,7 +11,7 @@ from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace
 from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights, Routing
 from quire.kernels.sampling.tensors import SamplingTensors
-from quire.kernels.variants import ActivationKind, AttentionVariant, DistanceTerms, EncoderVariant
+from quire.kernels.variants import Activated, ActivationKind, AttentionVariant, DistanceTerms, EncoderVariant
 from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, PlacedIntegers, QuantizedWeight
 
 
@@ -164,7 +164,9 @@ class Backend(Protocol):
     ) -> QuantizedWeight | None:
         """As pack_blocks."""
 
-    def quantized_matmul(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None: ...
+    def quantized_matmul(
+        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor, activated: Activated | None = None
+    ) -> None: ...
 
     def pack_lora(
         self,

@@ -23,6 +23,7 @@ from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace, zeroed_blocks
 from quire.kernels.checks import check_range
 from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights
+from quire.kernels.variants import Activated
 from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, PlacedIntegers, QuantizedWeight
 
 
@@ -143,8 +144,12 @@ class ReferenceBackend:
         n, k = integers.shape
         return _kept(n, k, dtype, format, *split) if is_finite else None
 
-    def quantized_matmul(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
+    def quantized_matmul(
+        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor, activated: Activated | None = None
+    ) -> None:
         assert weight.scales is not None
+        if activated is not None:
+            x = (self.gated_activation if activated.is_gated else self.activation)(x, activated.kind)
         x = x if weight.order is None else x[:, weight.order.long()]
         parts = weight.data, weight.scales, weight.mins
         out.copy_(reference.quantized_matmul(x, *parts, bias, out.dtype, weight.factors))

@@ -15,7 +15,7 @@ from quire.kernels.backends.base import Backend
 from quire.kernels.backends.reference_backend import ReferenceBackend, ReferenceLatentKernels
 from quire.kernels.backends.workspace import Workspace, empty
 from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights, Routing
-from quire.kernels.variants import ActivationKind
+from quire.kernels.variants import Activated, ActivationKind
 from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, PlacedIntegers, QuantizedWeight
 
 _ALIGNMENT = 64
@@ -128,7 +128,9 @@ class ShapesBackend(ReferenceBackend):
     ) -> QuantizedWeight:
         return self.mapped_weight(len(scales), len(parts[0].columns), dtype, format, scales)
 
-    def quantized_matmul(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
+    def quantized_matmul(
+        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor, activated: Activated | None = None
+    ) -> None:
         # Rows of x in at most 16 bits, a scale, a correction and a sum for each 16, padded.
         self.empty((len(x), 2 * weight.k + 3 * weight.k // 4 + 512), torch.uint8)
 

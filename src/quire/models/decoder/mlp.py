@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.models.decoder.shapes import MLPShape
-from quire.models.layers.activation import Activation, LearnedXIELU
+from quire.models.layers.activation import LearnedXIELU
 from quire.models.layers.batch_tensors import BatchTensors
 from quire.models.layers.experts import Experts, ExpertsShape
 from quire.models.layers.linear import Linear, output_linear
@@ -21,14 +21,11 @@ class GatedMLP(nn.Module):
         self.down_proj = output_linear(
             shape.width, hidden_size, shape.output_multiplier, bias=shape.down_bias, dtype=dtype, is_transposed=False
         )
-        self.act = shape.activation
+        self.act = kernels.Activated(shape.activation, is_gated=True)
 
     def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
         """x [num_tokens, hidden] -> as x."""
-        place = self.down_proj.place(x)
-        x = kernels.gated_activation(self.gate_up_proj(x, batch), self.act, place)
-        out: Tensor = self.down_proj(x, batch, is_placed=place is not None)
-        return out
+        return self.down_proj.activated(self.gate_up_proj(x, batch), self.act, batch)
 
 
 class PlainMLP(nn.Module):
@@ -46,12 +43,13 @@ class PlainMLP(nn.Module):
             dtype=dtype,
             is_transposed=is_transposed,
         )
-        self.act_fn = LearnedXIELU() if shape.activation == "xielu" else Activation(shape.activation)
+        self.act_fn = LearnedXIELU() if shape.activation == "xielu" else None
+        self.kind = shape.activation
 
     def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
         """x [num_tokens, hidden] -> as x."""
-        out: Tensor = self.down_proj(self.act_fn(self.up_proj(x, batch)), batch)
-        return out
+        activated = kernels.Activated(self.kind if self.act_fn is None else self.act_fn.kind, is_gated=False)
+        return self.down_proj.activated(self.up_proj(x, batch), activated, batch)
 
 
 def make_mlp(shape: MLPShape | ExpertsShape, hidden_size: int, dtype: torch.dtype) -> nn.Module:

@@ -79,7 +79,7 @@ class InnerMLP(nn.Module):
         sizes, bias = (gate.out_features, up.out_features), gate.bias is not None
         self.gate_up = Linear(gate.in_features, sizes, bias=bias, dtype=gate.weight.dtype)
         self.down = Linear(down.in_features, down.out_features, bias=down.bias is not None, dtype=down.weight.dtype)
-        self._kind, self._current = kind, current
+        self._activated, self._current = kernels.Activated(kind, is_gated=True), current
 
     def projections(self) -> Iterator[tuple[str, WeightedLayer]]:
         """Its layers, by their names below this module."""
@@ -90,7 +90,7 @@ class InnerMLP(nn.Module):
         """x [..., hidden], one row for each token of the batch -> as x."""
         batch = self._current.batch
         wide = self.gate_up(x.reshape(-1, x.shape[-1]), batch)  # [num_tokens, 2 * width]
-        out: Tensor = self.down(kernels.gated_activation(wide, self._kind), batch)
+        out = self.down.activated(wide, self._activated, batch)
         return out.view(*x.shape[:-1], -1)
 
 

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import softplus
 
-from quire import kernels
 from quire.common.errors import UnsupportedModelError
 from quire.config.hf_config import HFConfig
 from quire.kernels.variants import XIELU
@@ -35,24 +34,13 @@ def activation_kind(hf: HFConfig, key: str, default: str) -> str:
     return ACTIVATION_KINDS[name]
 
 
-class Activation(nn.Module):
-    """An activation of each element."""
-
-    def __init__(self, kind: kernels.ActivationKind) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [num_tokens, width] -> as x, in new memory."""
-        return kernels.activation(x, self.kind)
-
-
 _BETA = 0.5
 """The slope of xIELU at 0."""
 
 
 class LearnedXIELU(WeightedLayer):
-    """xIELU (Huang and Schlag 2025), whose two parameters are stored as numbers that softplus makes positive."""
+    """xIELU (Huang and Schlag 2025), whose two parameters are stored as numbers that softplus makes positive. It has
+    no `forward`: the kernel is called with its `kind`."""
 
     def weight_specs(self) -> Mapping[str, WeightSpec]:
         spec = WeightSpec((Part((1,)),), torch.float32)
@@ -65,7 +53,3 @@ class LearnedXIELU(WeightedLayer):
             for name in ("alpha_p", "alpha_n")
         )
         self.kind = XIELU(alpha_p, alpha_n + _BETA, _BETA)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [num_tokens, width] -> as x, in new memory."""
-        return kernels.activation(x, self.kind)

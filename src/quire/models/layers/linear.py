@@ -112,13 +112,26 @@ class Linear(Projection):
         out = self.product(x, batch)
         return out if self.gather_out is None else self.gather_out(out)
 
+    def activated(self, x: Tensor, activated: kernels.Activated, batch: BatchTensors) -> Tensor:
+        """As `forward` of what an activation makes of x, [num_tokens, in_features] or, if it is gated, twice as wide.
+        Ranks and adapters need that in memory, else the product makes it of each row."""
+        if self.gather_in is None and (self.adapters is None or batch.adapters is None):
+            out = self.product(x, batch, activated)
+            return out if self.gather_out is None else self.gather_out(out)
+        if not activated.is_gated:
+            return self.forward(kernels.activation(x, activated.kind), batch)
+        place = self.place(x)
+        return self.forward(kernels.gated_activation(x, activated.kind, place), batch, is_placed=place is not None)
+
     def place(self, x: Tensor) -> Tensor | None:
         """Where ranks may write the x of `forward`, of as many rows as this x, without a copy. What is there is read by
         the product, and then the ranks gather that, so they need not wait."""
         return None if self.gather_in is None else self.gather_in.place(len(x), x.dtype, waits=False)
 
-    def product(self, x: Tensor, batch: BatchTensors) -> Tensor:
-        """The columns that this rank has, [num_tokens, n], of the whole x."""
+    def product(self, x: Tensor, batch: BatchTensors, activated: kernels.Activated | None = None) -> Tensor:
+        """The columns that this rank has, [num_tokens, n], of the whole x, or of what an activation makes of it."""
+        if activated is not None:
+            return kernels.activated_matmul(x, activated, self.weight, self.bias)
         out = kernels.matmul(x, self.weight, self.bias)
         if self.adapters is not None and batch.adapters is not None:
             kernels.add_lora(x, out, self.adapters, batch.adapters)
@@ -141,9 +154,9 @@ class ScaledLinear(Linear):
         super().__init__(in_features, out_features, bias=bias, dtype=dtype, is_transposed=is_transposed)
         self.multiplier = multiplier
 
-    def product(self, x: Tensor, batch: BatchTensors) -> Tensor:
+    def product(self, x: Tensor, batch: BatchTensors, activated: kernels.Activated | None = None) -> Tensor:
         """As Linear."""
-        out = super().product(x, batch)
+        out = super().product(x, batch, activated)
         kernels.scale(out, self.multiplier)
         return out
 
@@ -165,9 +178,9 @@ class ClippedLinear(Linear):
         super().__init__(in_features, out_features, bias=bias, dtype=dtype, is_transposed=is_transposed, blocks=blocks)
         self.limit = limit
 
-    def product(self, x: Tensor, batch: BatchTensors) -> Tensor:
+    def product(self, x: Tensor, batch: BatchTensors, activated: kernels.Activated | None = None) -> Tensor:
         """As Linear."""
-        out = super().product(x, batch)
+        out = super().product(x, batch, activated)
         kernels.clip(out, self.limit)
         return out
 

@@ -28,7 +28,7 @@ from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import WeightMemory, Workspace, empty, zeroed_blocks
 from quire.kernels.experts.weights import SCORINGS, ExpertFiles, ExpertRows, ExpertWeights, Routing
 from quire.kernels.sampling.tensors import SamplingTensors
-from quire.kernels.variants import ActivationKind, AttentionVariant
+from quire.kernels.variants import Activated, ActivationKind, AttentionVariant
 from quire.kernels.weights import MAX_LORA_MODULES, LoRATable, PackedWeight, PlacedIntegers, QuantizedWeight
 
 
@@ -130,13 +130,18 @@ class NativeBackend:
             first += len(part.rows)
         return QuantizedWeight(n, k, dtype, format, data, data.data_ptr(), scale_range) if is_finite else None
 
-    def quantized_matmul(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
+    def quantized_matmul(
+        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor, activated: Activated | None = None
+    ) -> None:
         n, k, rows, codes = weight.n, weight.k, x.shape[0], (FORMAT_CODES[weight.format], weight.scale_range)
         work = empty((self.native.quantized_rows_bytes(*codes, rows, k),), torch.uint8)
-        x_stride = k if x.is_contiguous() else x.stride(0)
+        x_stride = x.shape[1] if x.is_contiguous() else x.stride(0)
         given = x.data_ptr(), x_stride, rows, weight.address, n, k, 0 if bias is None else bias.data_ptr()
         order = 0 if weight.order is None else weight.order.data_ptr()
-        self.native.quantized_matmul(*codes, DTYPE_CODES[weight.dtype], *given, *place(out), work.data_ptr(), order)
+        first = (-1, 0.0, 0.0, 0.0) if activated is None else activation_code(activated.kind)
+        is_gated = activated is not None and activated.is_gated
+        given = *codes, DTYPE_CODES[weight.dtype], *given, *place(out)
+        self.native.quantized_matmul(*given, work.data_ptr(), order, *first, is_gated)
 
     def add_lora(self, x: Tensor, out: Tensor, adapters: LoRATable, slots: Tensor) -> None:
         rows, k, num_slots = x.shape[0], x.shape[1], len(adapters.weights)
