@@ -27,6 +27,7 @@ from tests.server.test_operations import ListenedLLM
 from tests.server.test_run_batch import Batch, line
 
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, output_kind="delta")
+LONGER = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, output_kind="delta")
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +98,7 @@ class Broken:
 async def beside_a_bad_one(door: Door, spoil: Callable[[RequestState], None]) -> list[list[int]]:
     """What is told of four requests, with one before them in every frame that is spoilt when all have begun."""
     num_before = len(door.record.of("start"))
-    bad = door.llm.generate("bad", LONG, request_id="bad")
+    bad = door.llm.generate("bad", LONGER, request_id="bad")
     await anext(bad)
     others = asyncio.create_task(door.all_outputs([(f"good {i}", LONG) for i in range(4)]))
     await door.record.until(lambda: len(door.record.of("start")) == num_before + 5)

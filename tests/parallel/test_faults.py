@@ -78,16 +78,16 @@ def test_a_failure_anywhere_is_a_failed_step_which_is_tried_again(fault: Fault, 
 
 def test_an_interrupted_step_can_be_made_again(llm: LLM, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, worker = llm.engine, llm.engine.executor._worker  # type: ignore[attr-defined]
-    transfer = worker.cache_engine.transfer
+    run = worker.runner.run
 
-    def interrupt(transfers: Any) -> None:
-        monkeypatch.setattr(worker.cache_engine, "transfer", transfer)
+    def interrupt(batch: Any) -> None:
+        monkeypatch.setattr(worker.runner, "run", run)
         raise KeyboardInterrupt
 
     for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         engine.add_request(str(i), prompt, params)
     engine.step()
-    monkeypatch.setattr(worker.cache_engine, "transfer", interrupt)
+    monkeypatch.setattr(worker.runner, "run", interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     done = {}

@@ -136,11 +136,11 @@ class NativeBackend:
         n, k, rows, codes = weight.n, weight.k, x.shape[0], (FORMAT_CODES[weight.format], weight.scale_range)
         work = empty((self.native.quantized_rows_bytes(*codes, rows, k),), torch.uint8)
         x_stride = x.shape[1] if x.is_contiguous() else x.stride(0)
-        given = x.data_ptr(), x_stride, rows, weight.address, n, k, 0 if bias is None else bias.data_ptr()
+        rows_at = x.data_ptr(), x_stride, rows, weight.address, n, k, 0 if bias is None else bias.data_ptr()
         order = 0 if weight.order is None else weight.order.data_ptr()
         first = (-1, 0.0, 0.0, 0.0) if activated is None else activation_code(activated.kind)
         is_gated = activated is not None and activated.is_gated
-        given = *codes, DTYPE_CODES[weight.dtype], *given, *place(out)
+        given = *codes, DTYPE_CODES[weight.dtype], *rows_at, *place(out)
         self.native.quantized_matmul(*given, work.data_ptr(), order, *first, is_gated)
 
     def add_lora(self, x: Tensor, out: Tensor, adapters: LoRATable, slots: Tensor) -> None:
