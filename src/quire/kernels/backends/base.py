@@ -164,6 +164,9 @@ class Backend(Protocol):
     ) -> QuantizedWeight | None:
         """As pack_blocks."""
 
+    def quantized_work_bytes(self, weight: QuantizedWeight, rows: int) -> int:
+        """What `quantized_matmul` of so many rows takes beside its result."""
+
     def quantized_matmul(
         self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor, activated: Activated | None = None
     ) -> None: ...

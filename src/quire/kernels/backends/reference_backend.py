@@ -144,6 +144,9 @@ class ReferenceBackend:
         n, k = integers.shape
         return _kept(n, k, dtype, format, *split) if is_finite else None
 
+    def quantized_work_bytes(self, weight: QuantizedWeight, rows: int) -> int:
+        return 0
+
     def quantized_matmul(
         self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor, activated: Activated | None = None
     ) -> None:

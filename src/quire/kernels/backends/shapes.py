@@ -1,6 +1,7 @@
 """Kernels on torch's meta device: outputs of the right shape without contents, to find out how much memory a model
 computes in."""
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -126,13 +127,13 @@ class ShapesBackend(ReferenceBackend):
         format: str,
         scale_range: int,
     ) -> QuantizedWeight:
-        return self.mapped_weight(len(scales), len(parts[0].columns), dtype, format, scales)
+        weight = self.mapped_weight(len(scales), len(parts[0].columns), dtype, format, scales)
+        return dataclasses.replace(weight, scale_range=scale_range)
 
     def quantized_matmul(
         self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor, activated: Activated | None = None
     ) -> None:
-        # Rows of x in at most 16 bits, a scale, a correction and a sum for each 16, padded.
-        self.empty((len(x), 2 * weight.k + 3 * weight.k // 4 + 512), torch.uint8)
+        self.empty((self._host.quantized_work_bytes(weight, len(x)),), torch.uint8)
 
     def pack_lora(
         self,

@@ -130,11 +130,15 @@ class NativeBackend:
             first += len(part.rows)
         return QuantizedWeight(n, k, dtype, format, data, data.data_ptr(), scale_range) if is_finite else None
 
+    def quantized_work_bytes(self, weight: QuantizedWeight, rows: int) -> int:
+        codes = FORMAT_CODES[weight.format], weight.scale_range
+        return int(self.native.quantized_rows_bytes(*codes, rows, weight.k))
+
     def quantized_matmul(
         self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor, activated: Activated | None = None
     ) -> None:
         n, k, rows, codes = weight.n, weight.k, x.shape[0], (FORMAT_CODES[weight.format], weight.scale_range)
-        work = empty((self.native.quantized_rows_bytes(*codes, rows, k),), torch.uint8)
+        work = empty((self.quantized_work_bytes(weight, rows),), torch.uint8)
         x_stride = x.shape[1] if x.is_contiguous() else x.stride(0)
         rows_at = x.data_ptr(), x_stride, rows, weight.address, n, k, 0 if bias is None else bias.data_ptr()
         order = 0 if weight.order is None else weight.order.data_ptr()
