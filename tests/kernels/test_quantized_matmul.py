@@ -45,17 +45,16 @@ def test_products_have_the_references_bits_for_any_number_of_rows(isa, format, d
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("weights", ["packed", *FORMATS])
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", kernels.XIELU(0.8, 0.7), kernels.ClampedSwiGLU()])
-def test_products_of_what_an_activation_makes_have_the_bits_of_both_kernels(isa, weights, dtype, is_gated, kind):
+def test_products_of_what_an_activation_makes_have_the_bits_of_both_kernels(isa, format, dtype, is_gated, kind):
     n, k = 40, 1051
     x, bias = 3 * randn(24, (1 + is_gated) * k).to(dtype), randn(n)
     activated = kernels.Activated(kind, is_gated=is_gated)
     with using(isa, num_threads=2):
-        weight = make_weight(n, k, dtype)
-        packed = kernels.pack_weight(weight) if weights == "packed" else kernels.quantize_weight(weight, weights)
+        packed = kernels.quantize_weight(make_weight(n, k, dtype), format)
         if isinstance(kind, kernels.ClampedSwiGLU) and not is_gated:
             with pytest.raises(KernelError, match="ClampedSwiGLU"):
                 kernels.activated_matmul(x, activated, packed, bias)

@@ -8,7 +8,7 @@ from torch import Tensor
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
 from quire.kernels.checks import DTYPES, is_place, kernel_errors, refusal
-from quire.kernels.elementwise import activation, gated_activation, takes_kind
+from quire.kernels.elementwise import takes_kind
 from quire.kernels.variants import Activated
 from quire.kernels.weights import HeadWeights, Matrix, PackedWeight, QuantizedWeight, StackedWeight
 
@@ -71,13 +71,11 @@ def matmul(
     return out
 
 
-def activated_matmul(x: Tensor, activated: Activated, packed: Matrix, bias: Tensor | None = None) -> Tensor:
+def activated_matmul(x: Tensor, activated: Activated, packed: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """`matmul` of what an activation makes of x, [num_tokens, k] or, if it is gated, [num_tokens, 2 * k], contiguous.
 
-    By one quantized weight, nothing is written between the two: a row is rounded where it was made.
+    Nothing is written between the two: a row is rounded where it was made.
     """
-    if not isinstance(packed, QuantizedWeight):
-        return matmul((gated_activation if activated.is_gated else activation)(x, activated.kind), packed, bias)
     backend, shape = backend_of(x), x.shape
     if (
         len(shape) != 2

@@ -25,7 +25,12 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
         """x [num_tokens, hidden] -> as x."""
-        return self.down_proj.activated(self.gate_up_proj(x, batch), self.act, batch)
+        if self.down_proj.makes_activation(batch):
+            return self.down_proj.activated(self.gate_up_proj(x, batch), self.act, batch)
+        place = self.down_proj.place(x)
+        x = kernels.gated_activation(self.gate_up_proj(x, batch), self.act.kind, place)
+        out: Tensor = self.down_proj(x, batch, is_placed=place is not None)
+        return out
 
 
 class PlainMLP(nn.Module):
@@ -48,8 +53,11 @@ class PlainMLP(nn.Module):
 
     def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
         """x [num_tokens, hidden] -> as x."""
-        activated = kernels.Activated(self.kind if self.act_fn is None else self.act_fn.kind, is_gated=False)
-        return self.down_proj.activated(self.up_proj(x, batch), activated, batch)
+        kind = self.kind if self.act_fn is None else self.act_fn.kind
+        if self.down_proj.makes_activation(batch):
+            return self.down_proj.activated(self.up_proj(x, batch), kernels.Activated(kind, is_gated=False), batch)
+        out: Tensor = self.down_proj(kernels.activation(self.up_proj(x, batch), kind), batch)
+        return out
 
 
 def make_mlp(shape: MLPShape | ExpertsShape, hidden_size: int, dtype: torch.dtype) -> nn.Module:

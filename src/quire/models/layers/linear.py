@@ -112,16 +112,17 @@ class Linear(Projection):
         out = self.product(x, batch)
         return out if self.gather_out is None else self.gather_out(out)
 
+    def makes_activation(self, batch: BatchTensors) -> bool:
+        """Whether the product makes an activation of each row by itself (`activated`). Ranks and adapters need what it
+        makes in memory, and then the activation's own x should be given back before the product."""
+        is_alone = self.gather_in is None and (self.adapters is None or batch.adapters is None)
+        return is_alone and isinstance(self.weight, kernels.QuantizedWeight)
+
     def activated(self, x: Tensor, activated: kernels.Activated, batch: BatchTensors) -> Tensor:
-        """As `forward` of what an activation makes of x, [num_tokens, in_features] or, if it is gated, twice as wide.
-        Ranks and adapters need that in memory, else the product makes it of each row."""
-        if self.gather_in is None and (self.adapters is None or batch.adapters is None):
-            out = self.product(x, batch, activated)
-            return out if self.gather_out is None else self.gather_out(out)
-        if not activated.is_gated:
-            return self.forward(kernels.activation(x, activated.kind), batch)
-        place = self.place(x)
-        return self.forward(kernels.gated_activation(x, activated.kind, place), batch, is_placed=place is not None)
+        """As `forward` of what an activation makes of x, [num_tokens, in_features] or, if it is gated, twice as wide,
+        where the product makes it."""
+        out = self.product(x, batch, activated)
+        return out if self.gather_out is None else self.gather_out(out)
 
     def place(self, x: Tensor) -> Tensor | None:
         """Where ranks may write the x of `forward`, of as many rows as this x, without a copy. What is there is read by
@@ -131,6 +132,7 @@ class Linear(Projection):
     def product(self, x: Tensor, batch: BatchTensors, activated: kernels.Activated | None = None) -> Tensor:
         """The columns that this rank has, [num_tokens, n], of the whole x, or of what an activation makes of it."""
         if activated is not None:
+            assert isinstance(self.weight, kernels.QuantizedWeight), "makes_activation"
             return kernels.activated_matmul(x, activated, self.weight, self.bias)
         out = kernels.matmul(x, self.weight, self.bias)
         if self.adapters is not None and batch.adapters is not None:
