@@ -29,3 +29,17 @@ def test_who_asks_may_end_before_the_answer(asks_for: str) -> None:
         os.kill(server._process.pid, signal.SIGCONT)
     assert isinstance(forks.children_of(os.getpid()), list)
     assert server._process.poll() is None
+
+
+def test_descriptors_of_who_ends_while_asking_are_closed() -> None:
+    server = forks._server
+    assert isinstance(server, forks._OwnServer)
+    reads, writes = os.pipe()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(server.ready())
+        socket.send_fds(connection, [b"."], [writes])
+    os.close(writes)
+    forks.children_of(os.getpid())  # the fork server has gone on
+    os.set_blocking(reads, False)
+    assert os.read(reads, 1) == b""  # BlockingIOError if the other end is still open
+    os.close(reads)

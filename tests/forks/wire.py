@@ -1,6 +1,7 @@
 """What crosses the fork server's socket: a JSON message with descriptors one way, and numbers the other way."""
 
 import json
+import os
 import socket
 import struct
 from collections.abc import Sequence
@@ -30,10 +31,15 @@ def send(path: str, message: Request | int, descriptors: Sequence[int] = ()) -> 
 
 
 def receive(connection: socket.socket) -> tuple[Request | int, list[int]]:
-    """The other side of `send`."""
+    """The other side of `send`. If that has ended halfway, what came is closed, for others wait for its end."""
     _, descriptors, _, _ = socket.recv_fds(connection, 1, _MAX_DESCRIPTORS)
-    with connection.makefile("rb") as file:
-        message = json.loads(file.readline())
+    try:
+        with connection.makefile("rb") as file:
+            message = json.loads(file.readline())
+    except (OSError, ValueError):
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
     return message if isinstance(message, int) else Request(*message), descriptors
 
 
