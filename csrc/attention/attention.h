@@ -13,6 +13,7 @@
 #include "attention/look_ahead.h"
 #include "attention/plan.h"
 #include "attention/queries.h"
+#include "attention/short_texts.h"
 #include "attention/tiles/amx.h"
 #include "attention/tiles/tile.h"
 #include "isa/rows.h"
@@ -377,7 +378,9 @@ static void attention_items(const AttentionArgs& args, const AttentionItem* item
                             const AttentionScratch& scratch) {
   LookAhead<C> ahead(args, items, count);
   Tiles tiles;
-  for (int64_t i = 0; i < count; ++i) AttentionTask<T, C>(args, items[i], scratch, tiles).run(ahead);
+  for (int64_t i = 0; i < count; ++i) {
+    if (!attends_short_text<C>(args, items[i])) AttentionTask<T, C>(args, items[i], scratch, tiles).run(ahead);
+  }
   tiles.release();
 }
 

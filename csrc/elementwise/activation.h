@@ -12,38 +12,42 @@ QUIRE_INLINE f32 sigmoid(f32 v) {
   return select(v < set1(0), power, set1(1)) / (1.0f + power);
 }
 
-// erfc(v) for v >= 0 within 4e-7 of its value: e^(-v^2) u q(u) for u = 1 / (1 + 0.4 v), q being the polynomial of
-// degree 8 with the least relative error.
-QUIRE_INLINE f32 erfc(f32 v) {
-  const f32 u = 1.0f / fma(set1(0.4f), v, set1(1));
-  const f32 q = polynomial(u, 0.0398350693f, -0.133334517f, 0.0693485737f, 0.104971126f, 0.0678088516f, 0.198576689f,
-                           0.200534835f, 0.226636827f, 0.225622594f);
-  return exp(-(v * v)) * u * q;
-}
-
 struct Silu {
   QUIRE_INLINE f32 apply(f32 v) { return v * sigmoid(v); }
 };
 
-// v * P(a standard normal variable < v).
+// 2^v for v from -125 to 0, by a polynomial for 2^rest: v is split into an integer and a rest, as in split_exp.
+template <typename... Coefficients>
+QUIRE_INLINE f32 power_of_two(f32 v, Coefficients... of_rest) {
+  const f32 shifter = set1(12582912.0f), shifted = v + shifter;
+  return as_float(as_int(polynomial(v - (shifted - shifter), of_rest...)) + (as_int(shifted) << 23));
+}
+
+// -|v| from kLowestGelu on. Below, gelu stays what it is there, less than 2^-121.
+constexpr float kLowestGelu = -12.9f;
+QUIRE_INLINE f32 below_zero(f32 v) { return max(set1(kLowestGelu), as_float(as_int(v) | int32_t(0x80000000))); }
+
+// v * P(a standard normal variable < v): max(v, 0) - |v| P(the variable < -|v|). The binary logarithm of the latter is
+// that of e^(-v^2 / 2) and a polynomial, within 8e-7 near zero and 1.3e-5 at kLowestGelu.
 struct Gelu {
   QUIRE_INLINE f32 apply(f32 v) {
-    const f32 outside = 0.5f * erfc(abs(v) * set1(0.707106781f));
-    return v * select(v < set1(0), outside, 1.0f - outside);
+    const f32 at = below_zero(v), u = fma(at, set1(2 / kLowestGelu), set1(-1));  // from -1 to 1
+    const f32 rest = polynomial(u, 0.0325781591f, -0.00700472808f, -0.101014197f, 0.0314019695f, 0.079161644f,
+                                0.0357823297f, -0.126833886f, 0.102375381f, -0.139439166f, 0.23952198f, -0.37587139f,
+                                0.633983433f, -1.38037276f, -4.04785156f);
+    const f32 outside = power_of_two(fma(at * set1(-0.721347520f), at, rest), 0.00133017276f, 0.0096770376f,
+                                     0.0555062667f, 0.240220904f, 0.693147004f, 1.00000012f);
+    return fma(at, outside, max(set1(0), v));
   }
 };
 
-// Gelu within 2^-12 of its value, which bfloat16 rounds by up to 2^-8: max(v, 0) - |v| P(a standard normal variable <
-// -|v|), whose binary logarithm is a polynomial from -12.9 on. Below, it stays what it is there, less than 2^-121. The
-// power of two is split into an integer and a rest, as in split_exp.
+// Gelu within 2^-12 of its value, which bfloat16 rounds by up to 2^-8: the whole logarithm is a polynomial.
 struct RoundedGelu {
   QUIRE_INLINE f32 apply(f32 v) {
-    const f32 at = max(set1(-12.9f), as_float(as_int(v) | int32_t(0x80000000))), shifter = set1(12582912.0f);
+    const f32 at = below_zero(v);
     const f32 log = polynomial(at, 2.93536817e-08f, 1.83706685e-06f, 4.96135466e-05f, 0.000764298305f, 0.00753160588f,
                                0.0511386282f, -0.462292323f, 1.14930755f, -1.00015958f);
-    const f32 shifted = log + shifter, rest = log - (shifted - shifter);
-    const f32 power = polynomial(rest, 0.0551717173f, 0.242611229f, 0.693260978f, 0.999928054f);
-    const f32 outside = as_float(as_int(power) + (as_int(shifted) << 23));
+    const f32 outside = power_of_two(log, 0.0551717173f, 0.242611229f, 0.693260978f, 0.999928054f);
     return fma(at, outside, max(set1(0), v));
   }
 };
