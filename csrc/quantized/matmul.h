@@ -343,6 +343,11 @@ static void quantize_activated(const QuantizedMatmulArgs& args, const T* x, cons
   quantize_x<T>(activated, args.order, factors, layout, to);
 }
 
+// In how many parts rows are quantized: each long enough to be claimed, and enough for all threads to end together.
+static int64_t num_parts(int64_t rows, int64_t k) {
+  return smaller(smaller(rows, 16 * num_threads()), 1 + rows * k / 768);
+}
+
 template <typename T>
 static void quantized_matmul(const QuantizedMatmulArgs& args) {
   const QuantizedRow layout(args.shape);
@@ -352,8 +357,9 @@ static void quantized_matmul(const QuantizedMatmulArgs& args) {
   for (int64_t first = 0; first < args.rows; first += kMostQuantizedRows) {
     const int64_t rows = smaller(kMostQuantizedRows, args.rows - first);
     const T* x = static_cast<const T*>(args.x) + first * args.x_stride;
-    for_rows(rows, layout.k, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
+    const int64_t parts = num_parts(rows, layout.k);
+    auto quantize_part = [&](int64_t part) {
+      for (int64_t row = part * rows / parts; row < (part + 1) * rows / parts; ++row) {
         const T* from = x + row * args.x_stride;
         char* to = args.rows_of_x + row * row_bytes;
         if (args.activation != nullptr) {
@@ -362,9 +368,11 @@ static void quantized_matmul(const QuantizedMatmulArgs& args) {
           quantize_x(from, args.order, factors, layout, to);
         }
       }
-    });
+    };
+    Preparation quantized(parts);
     const int64_t task_panels = shares_requests(reader, layout, rows) ? kSharingTaskPanels : kTaskPanels;
     for_tasks(rows, args.to.n, layout.k, task_panels, [&](const ProductTask& task, int thread) {
+      quantized.finish(quantize_part);
       run_quantized_task(reader, layout, args.weight, args.rows_of_x + task.row * row_bytes, task, args.to, first,
                          thread);
     });

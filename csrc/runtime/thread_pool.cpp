@@ -339,6 +339,17 @@ void parallel_for(int64_t num_tasks, Task task) {
   current_pool().run(num_tasks, task);
 }
 
+void Preparation::finish(FunctionRef<void(int64_t part)> part) {
+  const auto is_done = [this] { return done_.load(std::memory_order_acquire) == num_parts_; };
+  if (is_done()) return;
+  for (int64_t next; (next = begun_.fetch_add(1, std::memory_order_relaxed)) < num_parts_;) {
+    part(next);
+    done_.fetch_add(1, std::memory_order_release);
+  }
+  while (!spin_until(is_done)) {
+  }
+}
+
 void* thread_scratch(int thread, int64_t bytes) { return current_pool().scratch(thread, bytes); }
 
 bool workers_are_awake() { return current_pool().is_awake(); }

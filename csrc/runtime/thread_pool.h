@@ -71,6 +71,20 @@ class ThreadPool {
 // or one thread, runs inline.
 void parallel_for(int64_t num_tasks, Task task);
 
+// What the tasks of a region need done first, in parts, which must not throw: by whichever of its threads come, so that
+// it takes no region of its own.
+class Preparation {
+ public:
+  __attribute__((always_inline)) inline explicit Preparation(int64_t num_parts) : num_parts_(num_parts) {}
+  // Does parts that nobody has begun, and returns when all are done. Each task calls it, with the same parts.
+  void finish(FunctionRef<void(int64_t part)> part);
+
+ private:
+  const int64_t num_parts_;
+  alignas(64) std::atomic<int64_t> begun_{0};
+  std::atomic<int64_t> done_{0};
+};
+
 // Threads that take part, the caller included.
 int num_threads();
 

@@ -24,7 +24,7 @@ from quire.engine.process.messages import AddRequest, Heartbeat, read_frame
 from quire.interfaces.async_llm import engine_client
 from quire.interfaces.async_llm.engine_client import EngineClient
 from quire.interfaces.launch import link
-from quire.kernels.checks import kernel_errors
+from quire.kernels.checks import KERNEL_ERRORS
 
 from ..scripted_engine import scripted_llm
 
@@ -173,7 +173,7 @@ def test_turns_and_kernels_are_progress_and_time_is_not() -> None:
         pulse.num_turns += 1
 
     def call_a_kernel() -> None:
-        with kernel_errors():
+        with KERNEL_ERRORS:
             pass
 
     assert changes(heartbeats(pulse, turn, lambda: None, call_a_kernel, use_cpu)) == [True, False, True, False]
@@ -181,7 +181,7 @@ def test_turns_and_kernels_are_progress_and_time_is_not() -> None:
 
 def test_a_long_kernel_reports_progress_while_it_computes() -> None:
     before = liveness.num_kernel_events
-    with kernel_errors():
+    with KERNEL_ERRORS:
         assert liveness.num_kernel_events % 2 == 1
         assert changes(heartbeats(Pulse(), use_cpu, lambda: None, use_cpu)) == [True, False, True]
     assert liveness.num_kernel_events == before + 2

@@ -11,7 +11,7 @@ from quire.kernels.backends import reference_attention, reference_pooling
 from quire.kernels.checks import POOLINGS
 from quire.kernels.variants import DistanceTerms, EncoderVariant
 from tests.kernels.isas import ISAS, PAIRED_ISAS, needs_native, using
-from tests.kernels.paged import same_bits
+from tests.kernels.paged import Heads, PagedBatch, make_stream, same_bits
 from tests.kernels.tolerances import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -103,6 +103,31 @@ def test_a_sequence_has_the_same_bits_alone_and_in_any_order(isa, dtype):
                 part = DistanceTerms(of_query, of_key, terms.term)
                 out = kernels.encoder_attention(*moved, *starts(lens), 0.2, variant(4), part)
                 assert all(same_bits(a, together[i]) for a, i in zip(out.split(lens), order, strict=True))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_short_text_has_the_bits_that_its_last_token_has_in_a_paged_cache(isa):
+    """Texts that fit into a vector have a loop of their own. The last token sees all keys there as here."""
+    heads = Heads(6, 3, 32, torch.float32)
+    with using(isa):
+        for num_tokens in range(1, 19):
+            text = make_stream(heads, num_tokens, seed=num_tokens)
+            given = text.query, text.key, text.value, *starts([num_tokens])
+            alone = kernels.encoder_attention(*given, heads.head_dim**-0.5, EncoderVariant())
+            (paged,) = PagedBatch(heads, [text], 16).attend([(0, num_tokens)])
+            if kernels.isa() == "reference":
+                torch.testing.assert_close(alone[-1], paged[-1])
+            else:
+                assert same_bits(alone[-1], paged[-1])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("window", [0, 1, 5])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
+def test_short_texts_match_the_reference(isa, window, head_dim):
+    with using(isa):
+        for num_tokens in (1, 2, 7, 11, 16):
+            compare(inputs([num_tokens, 3, 40], 4, 2, head_dim, torch.float32), 0.2, EncoderVariant(window))
 
 
 @pytest.mark.parametrize("isa", ISAS)

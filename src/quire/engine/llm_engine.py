@@ -103,13 +103,16 @@ class LLMEngine:
         queues nothing, if it can never run. `lora_request` names an adapter, which is added if it is new."""
         self._check_request_id(request_id)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        with failures_named(request_id, "when it was added"):
+        try:
             adapter = self.adapters.of_request(lora_request)
             request = self.inputs.request(request_id, prompt, params, arrival_time, adapter)
             group = new_group(self.inputs, request, self.requests.new_seq_id())
             if progress is not None:
                 group.resume(progress.token_ids, progress.metrics, progress.num_cached_tokens)
             self._add(group)
+        except Exception:
+            with failures_named(request_id, "when it was added"):
+                raise
 
     def add_scoring_request(
         self, request_id: str, context: Prompt, continuation: Prompt | None, *, lora_request: AnyAdapter = None

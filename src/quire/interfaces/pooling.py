@@ -86,8 +86,11 @@ def tokenized(
     made: list[Tokenized] = []  # an annotation costs nothing, list[Tokenized]() 2 µs
     for place, prompt in enumerate(given):
         try:
-            with failures_named(f"number {place}", "when it was tokenized"):
+            try:
                 made.append(_tokenized(inputs, prompt, params, spec, add_special_tokens))
+            except Exception:
+                with failures_named(f"number {place}", "when it was tokenized"):
+                    raise
         except (RequestError, RequestFailedError) as error:
             made.append(error)
     return made
@@ -108,7 +111,7 @@ def _tokenized(
         _, token_ids, salt, types = inputs.prompt(prompt, params, spec)
         made = {"prompt_token_ids": token_ids, "cache_salt": salt}
         return made if types is None else made | {"token_type_ids": types}
-    inputs.check(token_ids, spec)
+    inputs.check_length(len(token_ids), spec)
     return made
 
 

@@ -190,7 +190,7 @@ def run_pooling(
 
     def tokenize(places: Sequence[int]) -> list[Tokenized]:
         found: list[Tokenized] = []
-        for _, run in itertools.groupby(places, key=lambda place: id(params[place])):
+        for _, run in itertools.groupby(places, key=params.__getitem__):
             piece = list(run)
             found += tokenized(inputs, [prompts[place] for place in piece], params[piece[0]])
         return found

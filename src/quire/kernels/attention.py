@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
-from quire.kernels.checks import DTYPES, kernel_errors, refusal
+from quire.kernels.checks import DTYPES, KERNEL_ERRORS, refusal
 from quire.kernels.kv_cache import cache_is_valid
 from quire.kernels.variants import PLAIN, UNMASKED, AttentionVariant, DistanceTerms, EncoderVariant
 
@@ -43,7 +43,7 @@ def paged_attention(
         given |= {"seq_lens": seq_lens, "block_tables": block_tables}
         numbers = {"sinks": variant.sinks, "slopes": variant.slopes}
         raise refusal("paged_attention", f"{_TAKES}, {backend.cache_layout}", **given, **numbers)
-    with kernel_errors():
+    with KERNEL_ERRORS:
         return backend.paged_attention(query, k_cache, v_cache, query_start, seq_lens, block_tables, scale, variant)
 
 
@@ -76,7 +76,7 @@ def latent_attention(
     if not fits:
         given = {"query": query, "cache": cache, "query_start": query_start, "seq_lens": seq_lens}
         raise refusal("latent_attention", _LATENT_TAKES, **given, block_tables=block_tables, value_dim=value_dim)
-    with kernel_errors():
+    with KERNEL_ERRORS:
         return backend.latent.attention(query, cache, query_start, seq_lens, block_tables, value_dim, scale)
 
 
@@ -116,7 +116,7 @@ def encoder_attention(
         given: dict[str, object] = {"query": query, "key": key, "value": value, "query_start": query_start}
         given |= {"seq_lens": seq_lens, "slopes": variant.slopes, "bias": variant.bias, "terms": terms}
         raise refusal("encoder_attention", _ENCODER_TAKES, **given)
-    with kernel_errors():
+    with KERNEL_ERRORS:
         return backend.encoder.attention(query, key, value, query_start, seq_lens, scale, variant, terms)
 
 

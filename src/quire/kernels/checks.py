@@ -49,15 +49,11 @@ class _KernelErrors:
             raise KernelError(str(error)) from None
 
 
-_KERNEL_ERRORS = _KernelErrors()
+KERNEL_ERRORS = _KernelErrors()
+"""A context in which a backend's ValueErrors, for values out of range, become KernelErrors.
 
-
-def kernel_errors() -> _KernelErrors:
-    """A context in which a backend's ValueErrors, for values out of range, become KernelErrors.
-
-    Entering and leaving it counts as a sign of life: kernels that take long or are called in every layer run in it.
-    """
-    return _KERNEL_ERRORS
+Entering and leaving it counts as a sign of life: kernels that take long or are called in every layer run in it.
+"""
 
 
 def check_range(what: str, ids: Tensor, limit: int, first: int = 0) -> None:

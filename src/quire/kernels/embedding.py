@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
-from quire.kernels.checks import DTYPES, POOLINGS, kernel_errors, refusal
+from quire.kernels.checks import DTYPES, KERNEL_ERRORS, POOLINGS, refusal
 from quire.kernels.weights import PackedWeight, QuantizedWeight
 
 
@@ -20,7 +20,7 @@ def embedding(token_ids: Tensor, table: Tensor | PackedWeight | QuantizedWeight)
     """
     backend = backend_of(token_ids)
     if token_ids.dtype is torch.int64 and token_ids.dim() == 1 and token_ids.is_contiguous():
-        with kernel_errors():
+        with KERNEL_ERRORS:
             if isinstance(table, Tensor):
                 if table.dim() == 2 and table.dtype in DTYPES and table.is_contiguous() and backend.holds(table):
                     return backend.embedding(token_ids, table)
@@ -47,7 +47,7 @@ def rotary_embedding(x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleav
     backend = backend_of(x)
     if not _fit_rotary(backend, x, positions, cos_sin):
         raise refusal("rotary_embedding", _ROTARY_TAKES, x=x, positions=positions, cos_sin=cos_sin)
-    with kernel_errors():
+    with KERNEL_ERRORS:
         backend.rotary_embedding(x, positions, cos_sin, interleaved)
 
 
@@ -100,7 +100,7 @@ def embedding_norm(
         given: dict[str, object] = {f"table {i}": each for i, (each, _) in enumerate(tables)}
         given |= {f"ids {i}": each for i, (_, each) in enumerate(tables)}
         raise refusal("embedding_norm", _EMBEDDING_NORM_TAKES, **given, weight=weight, bias=bias)
-    with kernel_errors():
+    with KERNEL_ERRORS:
         return backend.encoder.embedding_norm(tables, weight, bias, eps)
 
 

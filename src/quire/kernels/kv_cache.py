@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
-from quire.kernels.checks import DTYPES, kernel_errors, refusal
+from quire.kernels.checks import DTYPES, KERNEL_ERRORS, refusal
 
 
 def make_layer_cache(
@@ -39,7 +39,7 @@ def write_latents(latents: Tensor, rotary: Tensor, cache: Tensor, slots: Tensor)
     )
     if not fits:
         raise refusal("write_latents", _LATENTS_TAKE, latents=latents, rotary=rotary, cache=cache, slots=slots)
-    with kernel_errors():
+    with KERNEL_ERRORS:
         backend.latent.write(latents, rotary, cache, slots)
 
 
@@ -55,7 +55,7 @@ def copy_latent_slots(cache: Tensor, src_slots: Tensor, dst_slots: Tensor) -> No
     if not fits:
         takes = f"a cache as make_latent_cache makes it, {_SLOTS_TAKES}"
         raise refusal("copy_latent_slots", takes, cache=cache, src_slots=src_slots, dst_slots=dst_slots)
-    with kernel_errors():
+    with KERNEL_ERRORS:
         backend.latent.copy_slots(cache, src_slots, dst_slots)
 
 
@@ -77,7 +77,7 @@ def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots
     if not fits:
         given = {"key": key, "value": value, "k_cache": k_cache, "v_cache": v_cache, "slots": slots}
         raise refusal("write_kv", f"{_WRITE_TAKES}, {backend.cache_layout}", **given)
-    with kernel_errors():
+    with KERNEL_ERRORS:
         backend.write_kv(key, value, k_cache, v_cache, slots)
 
 
@@ -90,7 +90,7 @@ def gather_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, 
     if not (cache_is_valid(backend, k_cache, v_cache) and _ids_are_valid(backend, slots, 1)):
         takes = f"{_SLOTS_TAKES}, {backend.cache_layout}"
         raise refusal("gather_kv", takes, k_cache=k_cache, v_cache=v_cache, slots=slots)
-    with kernel_errors():
+    with KERNEL_ERRORS:
         return backend.gather_kv(k_cache, v_cache, slots)
 
 
@@ -109,7 +109,7 @@ def copy_slots(k_cache: Tensor, v_cache: Tensor, src_slots: Tensor, dst_slots: T
     if not fits:
         given = {"k_cache": k_cache, "v_cache": v_cache, "src_slots": src_slots, "dst_slots": dst_slots}
         raise refusal("copy_slots", f"{_SLOTS_TAKES}, {backend.cache_layout}", **given)
-    with kernel_errors():
+    with KERNEL_ERRORS:
         backend.copy_slots(k_cache, v_cache, src_slots, dst_slots)
 
 
@@ -128,7 +128,7 @@ def copy_blocks(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
     )
     if not fits:
         raise refusal("copy_blocks", _COPY_TAKES, src=src, dst=dst, pairs=pairs)
-    with kernel_errors():
+    with KERNEL_ERRORS:
         backend.copy_blocks(src, dst, pairs)
 
 

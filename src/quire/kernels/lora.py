@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backends import backend_of
-from quire.kernels.checks import DTYPES, kernel_errors, refusal
+from quire.kernels.checks import DTYPES, KERNEL_ERRORS, refusal
 from quire.kernels.weights import MAX_LORA_MODULES, LoRATable, LoRAWeight
 
 Factors = tuple[Tensor, Tensor]
@@ -62,5 +62,5 @@ def add_lora(x: Tensor, out: Tensor, adapters: LoRATable, slots: Tensor) -> None
             "[num_tokens] int64, contiguous and on one device"
         )
         raise refusal("add_lora", takes, x=x, out=out, slots=slots)
-    with kernel_errors():
+    with KERNEL_ERRORS:
         backend_of(x).add_lora(x, out, adapters, slots)

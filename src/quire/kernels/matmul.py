@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
-from quire.kernels.checks import DTYPES, is_place, kernel_errors, refusal
+from quire.kernels.checks import DTYPES, KERNEL_ERRORS, is_place, refusal
 from quire.kernels.elementwise import takes_kind
 from quire.kernels.variants import Activated
 from quire.kernels.weights import HeadWeights, Matrix, PackedWeight, QuantizedWeight, StackedWeight
@@ -57,7 +57,7 @@ def matmul(
         or (out is not None and not (is_place(out, shape[0], packed.n) and out.dtype is out_dtype))
     ):
         raise _refusal(x, packed, bias, out_dtype, out)
-    with kernel_errors():
+    with KERNEL_ERRORS:
         if out is None:
             out = backend.empty((shape[0], packed.n), out_dtype)
         if isinstance(packed, StackedWeight):
@@ -91,7 +91,7 @@ def activated_matmul(x: Tensor, activated: Activated, packed: QuantizedWeight, b
             f"{packed.data.device}, a kind of activation, and a contiguous float32 bias [{packed.n}] or None"
         )
         raise refusal("activated_matmul", takes, x=x, activated=activated, bias=bias)
-    with kernel_errors():
+    with KERNEL_ERRORS:
         out = backend.empty((shape[0], packed.n), packed.dtype)
         backend.quantized_matmul(x, packed, bias, out, activated)
     return out
@@ -126,7 +126,7 @@ def multiply_heads(x: Tensor, weights: HeadWeights) -> Tensor:
             "dimension, on the device of the weights"
         )
         raise refusal("multiply_heads", takes, x=x)
-    with kernel_errors():
+    with KERNEL_ERRORS:
         return backend.latent.multiply_heads(x, weights)
 
 
@@ -138,7 +138,7 @@ def matmul_heads(x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
     if not fits or any(weight.n != first.n or weight.k != first.k for weight in weights):
         takes = f"x [num_tokens, num_heads, k] of stride 1 in k, and for each head {first.dtype} [n, k]"
         raise refusal("matmul_heads", takes, x=x, num_heads=len(weights), k=first.k)
-    with kernel_errors():
+    with KERNEL_ERRORS:
         out = backend.empty((x.shape[0], len(weights), first.n), torch.float32)
         for head, weight in enumerate(weights):
             backend.matmul(x[:, head], weight, None, out[:, head])

@@ -30,6 +30,8 @@ class StepTimeModel:
         self._tokens_s = 0.0
         self._s_s = 0.0
         self._slope = 0.0
+        self.fixed_seconds = 0.0
+        """The time of a step apart from its tokens; never negative."""
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learn that a step of `num_tokens` took `seconds`. A step without tokens is ignored."""
@@ -51,7 +53,9 @@ class StepTimeModel:
         self._tokens_tokens = decay * self._tokens_tokens + share * tokens_off * tokens_off
         self._tokens_s = decay * self._tokens_s + share * tokens_off * s_off
         self._s_s = decay * self._s_s + share * s_off * s_off
-        self._slope = self._fit()
+        self._slope = slope = self._fit()
+        fixed_s = self._mean_s - slope * self._mean_tokens
+        self.fixed_seconds = fixed_s if fixed_s > 0 else 0.0
 
     def predict(self, num_tokens: int) -> float:
         """Return the expected seconds of a step of `num_tokens`; 0 before the first step."""
@@ -72,11 +76,6 @@ class StepTimeModel:
     def seconds_per_token(self) -> float:
         """The time of one more token; 0 before the first step, then positive."""
         return self._slope
-
-    @property
-    def fixed_seconds(self) -> float:
-        """The time of a step apart from its tokens; never negative."""
-        return max(0.0, self._mean_s - self._slope * self._mean_tokens)
 
     def _fit(self) -> float:
         """Return the mode of the slope under a normal prior, with the mean seconds per token as mean and deviation."""

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from quire.common.errors import KernelError
 from quire.kernels.backends.workspace import lent, placed
-from quire.kernels.checks import kernel_errors
+from quire.kernels.checks import KERNEL_ERRORS
 
 
 class KernelGraph:
@@ -47,7 +47,7 @@ class KernelGraph:
 
     def replay(self) -> None:
         """Run them again."""
-        with kernel_errors():
+        with KERNEL_ERRORS:
             self._calls.replay()
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backends import backend_of
-from quire.kernels.checks import DTYPES, kernel_errors, refusal
+from quire.kernels.checks import DTYPES, KERNEL_ERRORS, refusal
 from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights, Routing
 
 
@@ -38,7 +38,7 @@ def group_by_expert(ids: Tensor, num_experts: int) -> ExpertRows:
     """The tokens' experts `ids` [num_tokens, top_k] int32, contiguous and below `num_experts`, grouped."""
     if ids.dtype is not torch.int32 or ids.dim() != 2 or ids.shape[1] == 0 or not ids.is_contiguous():
         raise refusal("group_by_expert", "contiguous ids [num_tokens, top_k] int32", ids=ids)
-    with kernel_errors():
+    with KERNEL_ERRORS:
         return backend_of(ids).group_by_expert(ids, num_experts)
 
 
@@ -75,7 +75,7 @@ def expert_matmul(
         )
         raise refusal("expert_matmul", takes, x=x, pairs=rows.pairs, starts=rows.starts, out_dtype=out_dtype)
     backend = backend_of(x)
-    with kernel_errors():
+    with KERNEL_ERRORS:
         out = backend.empty((num_pairs, experts.n), out_dtype)
         backend.expert_matmul(x, experts, rows, of_tokens, out)
     return out

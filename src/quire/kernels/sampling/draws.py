@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
-from quire.kernels.checks import describe, kernel_errors, refusal
+from quire.kernels.checks import KERNEL_ERRORS, describe, refusal
 from quire.kernels.sampling.tensors import SamplingTensors
 
 
@@ -16,7 +16,7 @@ def sample(logits: Tensor, how: SamplingTensors) -> Tensor:
     """
     backend = backend_of(logits)
     _check(backend, "sample", logits, how)
-    with kernel_errors():
+    with KERNEL_ERRORS:
         return backend.sample(logits, how)
 
 
@@ -27,7 +27,7 @@ def processed_logits(logits: Tensor, how: SamplingTensors, rows: Tensor) -> Tens
     _check(backend, "processed_logits", logits, how)
     if not _is_ids(backend, rows):
         raise refusal("processed_logits", "contiguous int64 rows [count] on the logits' device", rows=rows)
-    with kernel_errors():
+    with KERNEL_ERRORS:
         return backend.processed_logits(logits, how, rows)
 
 
@@ -53,7 +53,7 @@ def top_logprobs(
     ):
         takes = f"{_LOGITS}, contiguous int64 rows and token_ids of one length on their device, and num_top up to vocab"
         raise refusal("top_logprobs", takes, logits=logits, rows=rows, token_ids=token_ids, num_top=num_top)
-    with kernel_errors():
+    with KERNEL_ERRORS:
         return backend.top_logprobs(logits, token_ids, num_top, rows, normalized)
 
 

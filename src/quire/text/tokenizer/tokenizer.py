@@ -144,11 +144,13 @@ class Tokenizer:
     def _encoded(self, text: str | tuple[str, str], add_special_tokens: bool) -> tokenizers.Encoding:
         """A batch of one: that lets other threads run, and unlike a longer one takes a single core."""
         fault_point("tokenizer.encode")
-        with library_errors(f"the tokenizer of {self.source} failed to encode a text"):
-            try:
-                return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-            except TypeError as error:
-                raise InvalidPromptError(f"the text is not valid Unicode: {str(text)[:40]!r}") from error
+        try:
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        except TypeError as error:
+            raise InvalidPromptError(f"the text is not valid Unicode: {str(text)[:40]!r}") from error
+        except BaseException:
+            with library_errors(f"the tokenizer of {self.source} failed to encode a text"):
+                raise
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`. Invalid UTF-8 becomes U+FFFD; ids without a token give no text."""

@@ -18,7 +18,7 @@ from quire.config.parallel import Range, Shard
 from quire.kernels.backends import backend_for, backend_of
 from quire.kernels.backends.native.arguments import DTYPE_CODES, FORMAT_CODES, activation_code
 from quire.kernels.backends.native.backend import NativeBackend
-from quire.kernels.checks import kernel_errors, refusal
+from quire.kernels.checks import KERNEL_ERRORS, refusal
 from quire.kernels.experts.weights import ExpertRows
 from quire.kernels.variants import ActivationKind
 from quire.kernels.weights import Matrix, PackedWeight, QuantizedWeight, StackedWeight
@@ -151,7 +151,7 @@ class Gather:
 
     def _move(self, x: Tensor, num_rows: int, bounds: np.ndarray, out: Tensor, *, first_only: bool = False) -> None:
         given = self._ranks.group.address, x.data_ptr(), num_rows, bounds.ctypes.data, out.data_ptr()
-        with kernel_errors():
+        with KERNEL_ERRORS:
             native_kernels().gather_parts(*given, sum(self._sizes) * x.element_size(), first_only)
 
 
@@ -176,7 +176,7 @@ class GatherRows:
         """y [num_pairs, width] contiguous, in the order of `rows`; what the others have computed is written to it."""
         if self._ranks.group is not None:
             given = self._ranks.group.address, y.data_ptr(), y.shape[1] * y.element_size()
-            with kernel_errors():
+            with KERNEL_ERRORS:
                 native_kernels().gather_expert_rows(*given, rows.starts.data_ptr(), self._bounds.ctypes.data)
         return y
 
@@ -197,7 +197,7 @@ class SharedTable:
             return _looked_up(look_up, ids, table)
         native, own = native_kernels(), backend.empty(ids.shape, torch.int64)
         first, rows = int(self._bounds[self._shard.rank]), len(ids)
-        with kernel_errors():
+        with KERNEL_ERRORS:
             native.own_rows(ids.data_ptr(), rows, int(self._bounds[-1]), first, table.n, own.data_ptr())
             found = _looked_up(look_up, own, table)
             out = backend.empty(found.shape, found.dtype)
