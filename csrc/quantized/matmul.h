@@ -14,6 +14,7 @@
 #if defined(QUIRE_AMX)
 #include "quantized/tiles/amx.h"
 #include "quantized/tiles/amx_groups.h"
+#include "quantized/tiles/few_rows.h"
 #endif
 
 namespace quire::QUIRE_ISA {
@@ -156,13 +157,6 @@ static bool asks_in_line(const PanelReader& reader, int64_t rows) {
   return asks_in_line() && (W == 8 || is_read_as_stored(reader, rows));
 }
 
-// How far ahead of a panel's share of lines these tiles ask. The integers lie behind the fields: where requests are
-// spread, they stay ahead of the integers in the whole panel, however long its rows are.
-static int64_t ahead_in_line(const PanelReader& reader, int64_t rows) {
-  if (!spreads_requests(reader.shape.format.bits, rows)) return line_ahead(rows);
-  return reader.integers_at + line_ahead(rows);
-}
-
 // Whether each of several passes through a piece of a panel asks for its share of the next piece, which then comes
 // while all rows are multiplied.
 static bool shares_requests(const PanelReader& reader, const QuantizedRow& layout, int64_t rows) {
@@ -277,7 +271,7 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
                          first,
                          end - first,
                          requests.ask,
-                         is_in_line ? stored - units + ahead_in_line(reader, num_rows) + (first + passed) * line_bytes
+                         is_in_line ? stored - units + line_ahead(num_rows) + (first + passed) * line_bytes
                                     : behind - units + requests.ahead,
                          0,
                          1,
@@ -324,6 +318,7 @@ static void run_quantized_task(const PanelReader& reader, const QuantizedRow& la
   auto* multiply = &multiply_panel;
 #if defined(QUIRE_AMX)
   if (streams_groups(reader.shape, task.rows)) multiply = &stream_panel;
+  if (is_of_few_rows(reader.shape, task.rows)) multiply = &multiply_few_rows;
 #endif
   Tiles tiles;
   for (int64_t panel = task.panel; panel < task.panel + task.panels; ++panel) {

@@ -10,7 +10,7 @@ namespace quire::QUIRE_ISA {
 
 // Fewer rows are multiplied in as little time without tiles, and have the same bits. Integers of fewer than 8 bits are
 // unpacked first, and smaller groups leave their tiles more often: as many values of x make up for both.
-constexpr int64_t kFewestByteRows = 3, kFewestTileValues = 320;
+constexpr int64_t kFewestByteRows = 9, kFewestTileValues = 320;
 // From this many rows on, bytes too are made signed first, as each row then takes less time.
 constexpr int64_t kFewestSignedRows = 40;
 constexpr int64_t kBytesAheadOfTiles = 8192;  // of a panel

@@ -9,18 +9,15 @@
 
 namespace quire::QUIRE_ISA {
 
-// Fewer rows are multiplied in as little time without tiles, and have the same bits. Smaller groups leave their tiles
-// more often, mins are added apart, and where scales are not read as they are stored, each piece begins anew.
-constexpr int64_t kFewestRows = 8, kFewestSmallRows = 9, kFewestPieceRows = 10;
+// Fewer rows are multiplied in less time without tiles, and have the same bits.
+constexpr int64_t kFewestRows = 9;
 constexpr int64_t kMostStreamedRows = 14;  // whose sums fit the registers
 constexpr int64_t kBytesAheadOfBlocks = 4096;
 
 QUIRE_INLINE bool streams_groups(const QuantizedShape& shape, int64_t rows) {
   const QuantizedFormat& format = shape.format;
   if (format.bits == 8 || format.group > QuantizedShape::kBlock || rows > kMostStreamedRows) return false;
-  const bool has_pieces = format.scale == Number::kFloat || format.scale == Number::kExponent;
-  if (has_pieces || format.min == Number::kZeroPoint) return shape.k > 0 && rows >= kFewestPieceRows;
-  return shape.k > 0 && rows >= (format.group == 16 || format.min != Number::kNone ? kFewestSmallRows : kFewestRows);
+  return shape.k > 0 && rows >= kFewestRows;
 }
 
 // 1.5 * 2^23: integers that are added to its bits are added to the number.
@@ -189,8 +186,6 @@ static RunStream* streamed_sums(int64_t rows) {
 // Subtracts the sums of x times a panel's mins from `sums`. Meanwhile the fields' share of lines is asked for.
 static void subtract_mins(const char* rows, int64_t num_rows, const PanelReader& reader, const QuantizedRow& layout,
                           const char* panel, float* sums) {
-  constexpr int kAtOnce = 4;
-  static_assert(kFewestRows >= kAtOnce);
   alignas(64) float scales[kPieceGroups * kPanelColumns], mins[kPieceGroups * kPanelColumns];
   alignas(64) float minuses[kMostStreamedRows * kPanelColumns] = {};
   const bool has_stored = reader.stored_scales(panel).numbers != nullptr;
@@ -204,9 +199,7 @@ static void subtract_mins(const char* rows, int64_t num_rows, const PanelReader&
       reader.read_scales(panel, first, end, scales, mins);
     }
     const WeightPiece piece = {nullptr, {}, scales, mins, nullptr, first, end - first, Ask::kNot, 0, 0, 1};
-    const MinRequests requests = {line + first * field_bytes, field_bytes};
-    add_mins_of_rows<kAtOnce>(rows, layout, piece, minuses, requests);
-    add_mins(rows + kAtOnce * layout.bytes, num_rows - kAtOnce, layout, piece, minuses + kAtOnce * kPanelColumns);
+    add_mins(rows, num_rows, layout, piece, minuses, {line, field_bytes});
   }
   for (int64_t i = 0; i < num_rows * kPanelColumns; i += W) store(sums + i, load(sums + i) - load(minuses + i));
 }

@@ -53,20 +53,6 @@ struct GroupedTile {
     return bytes;
   }
 
-  // Asks for lines before a step of a group that is multiplied by N of R rows, from kFirst on.
-  template <int kFirst, int N, int R>
-  QUIRE_INLINE void ask(const Group& group, int step) {
-    if constexpr (spreads_requests(kBits, R)) {
-      constexpr int kTurns = N == R ? kSteps : 2 * kSteps;
-      const int turn = kFirst == 0 ? step : kSteps + step, end = (turn + 1) * kLines / kTurns;
-      QUIRE_UNROLL
-      for (int line = turn * kLines / kTurns; line < end; ++line) ask_for<1>(group.ask, group.ahead + line * 64);
-    } else if constexpr (kFirst == 0) {
-      constexpr int kAsked = 2 * kLines / kSteps;
-      if (step % 2 == 0) ask_for<kAsked>(group.ask, group.ahead + step / 2 * kAsked * 64);
-    }
-  }
-
   // sum += the products of N rows, from kFirst on, with a group, scaled.
   template <int kFirst, int N, int R, int G>
   QUIRE_INLINE void multiply(const Rows& rows, const Group& group, const ByteTable& table, const f32 (&scale)[G],
@@ -89,7 +75,8 @@ struct GroupedTile {
     QUIRE_UNROLL
     for (int step = 0; step < kSteps; ++step) {
       if (step % 2 == 0) keep_order();
-      ask<kFirst, N, R>(group, step);
+      constexpr int kAsked = 2 * kLines / kSteps;
+      if (kFirst == 0 && step % 2 == 0) ask_for<kAsked>(group.ask, group.ahead + step / 2 * kAsked * 64);
       const int at = kBits == 8 || kGroup == 16 ? step : step / 2 + step % 2 * 4;
       ByteSums::Weights w[G];
       QUIRE_UNROLL

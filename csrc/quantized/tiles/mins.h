@@ -1,14 +1,15 @@
 // The sums of x's groups times a panel's mins (quantized/matmul.h).
 #pragma once
 
+#include "isa/x86/amx.h"
 #include "quantized/tiles/tile.h"
 
 namespace quire::QUIRE_ISA {
 
-// Lines that are asked for while mins are added: `bytes` from `first` on for each group.
+// Lines that are asked for while mins are added: `bytes` from `first` on for each group of a panel.
 struct MinRequests {
-  const char* first;
-  int64_t bytes;
+  const char* first = nullptr;
+  int64_t bytes = 0;
 
   QUIRE_MEMBER void ask(int64_t group) const {
     const int64_t end = (group + 1) * bytes & -64;
@@ -17,9 +18,9 @@ struct MinRequests {
 };
 
 // minuses [R][32] += the sums of x's groups times the mins.
-template <int R, typename... Requests>
+template <int R>
 static void add_mins_of_rows(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, float* minuses,
-                             const Requests&... requests) {
+                             const MinRequests& requests) {
   constexpr int64_t kVectors = kPanelColumns / W;
   const char* x_sums = rows + layout.sums_at + piece.first * int64_t(sizeof(float));
   f32 sum[R][kVectors];
@@ -29,7 +30,7 @@ static void add_mins_of_rows(const char* rows, const QuantizedRow& layout, const
     for (int64_t g = 0; g < kVectors; ++g) sum[r][g] = load(minuses + r * kPanelColumns + g * W);
   }
   for (int64_t group = 0; group < piece.groups; ++group) {
-    (requests.ask(group), ...);
+    requests.ask(piece.first + group);
     const float* mins = piece.mins + group * kPanelColumns;
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -45,16 +46,24 @@ static void add_mins_of_rows(const char* rows, const QuantizedRow& layout, const
   }
 }
 
+using AddMins = void(const char*, const QuantizedRow&, const WeightPiece&, float*, const MinRequests&);
+constexpr int kMinRowsAtOnce = kAmx ? 8 : W == 16 ? 4 : 2;
+
+template <int R = kMinRowsAtOnce>
+static AddMins* add_mins_function(int64_t rows) {
+  if constexpr (R > 1) {
+    if (rows < R) return add_mins_function<R - 1>(rows);
+  }
+  return &add_mins_of_rows<R>;
+}
+
 // The same of any number of rows: some at once, as additions to one sum wait for each other.
 static void add_mins(const char* rows, int64_t num_rows, const QuantizedRow& layout, const WeightPiece& piece,
-                     float* minuses) {
-  constexpr int kAtOnce = W == 16 ? 4 : 2;
-  int64_t row = 0;
-  for (; row + kAtOnce <= num_rows; row += kAtOnce) {
-    add_mins_of_rows<kAtOnce>(rows + row * layout.bytes, layout, piece, minuses + row * kPanelColumns);
-  }
-  for (; row < num_rows; ++row) {
-    add_mins_of_rows<1>(rows + row * layout.bytes, layout, piece, minuses + row * kPanelColumns);
+                     float* minuses, MinRequests requests = {}) {
+  for (int64_t row = 0; row < num_rows; row += kMinRowsAtOnce) {
+    AddMins* const add = add_mins_function(num_rows - row);
+    add(rows + row * layout.bytes, layout, piece, minuses + row * kPanelColumns, requests);
+    requests = {};
   }
 }
 

@@ -26,16 +26,6 @@ QUIRE_INLINE constexpr bool asks_in_line() { return false; }
 #endif
 QUIRE_INLINE constexpr int64_t line_ahead(int64_t rows) { return rows <= 2 ? 2048 : 4096; }
 
-// Whether tiles of this many rows that unpack integers in registers ask for one line at a time, each a few operations
-// after the one before, instead of some at once, behind which the loads of weights would wait. One row is as fast.
-QUIRE_INLINE constexpr bool spreads_requests([[maybe_unused]] int bits, [[maybe_unused]] int64_t rows) {
-#if defined(QUIRE_AMX)
-  return bits < 8 && rows >= 2;
-#else
-  return false;
-#endif
-}
-
 // W of IEEE's binary16 from p on.
 #if defined(QUIRE_SIMD_AVX512)
 constexpr bool kHasHalves = true;

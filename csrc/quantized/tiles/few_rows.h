@@ -1,0 +1,181 @@
+// Products of few rows and weights in groups of 16 or 32 where there are tiles (isa/x86/amx.h), but without them:
+// integers are unpacked in registers, once for all rows.
+#pragma once
+
+#include "quantized/tiles/amx_streams.h"
+
+namespace quire::QUIRE_ISA {
+
+constexpr int64_t kMostFewRows = kFewestRows - 1;
+
+QUIRE_INLINE bool is_of_few_rows(const QuantizedShape& shape, int64_t rows) {
+  return shape.format.group <= QuantizedShape::kBlock && shape.k > 0 && rows <= kMostFewRows;
+}
+
+// A panel's integers, and what is asked for while they are read: `line_bytes` with each block, from `ahead` on. What is
+// read soon is asked for once more, into the nearest cache. Each request lies some operations behind the one before,
+// since loads of weights would wait behind several at once.
+struct StoredBlocks {
+  static constexpr int64_t kBytesSoon = 1024;
+
+  const char *units, *ahead;
+  int64_t line_bytes;
+
+  QUIRE_MEMBER const char* line(int64_t block) const {
+    const char* first = ahead + block * line_bytes;
+    return first - reinterpret_cast<uintptr_t>(first) % 64;
+  }
+};
+
+// R rows of x times a panel's groups, with a template for each R, as most sums stay in registers.
+template <int kBits, bool kHasTable, int kGroup, int R>
+struct FewRows {
+  static constexpr int kVectors = int(kPanelColumns / W), kSteps = kGroup / int(kUnitBytes);
+  static constexpr int kGroupsPerBlock = int(QuantizedShape::kBlock) / kGroup;
+  static constexpr int64_t kBlockBytes = kBits * kUnitRowBytes;
+  static constexpr int kLines = int(kBlockBytes / 64), kTurns = kSteps * kGroupsPerBlock;  // of a block
+  using Sums = f32[R][kVectors];
+
+  // Of one block: its integers, and what is asked for.
+  struct Block {
+    const char *units, *line;
+  };
+
+  // The bytes of a step of the group that is the block's half kHalf if there are two. `upper` are the bits above the
+  // lower four.
+  template <int kHalf>
+  QUIRE_INLINE i32 unpack(const char* units, int step, i32 upper, const ByteTable& table) {
+    if constexpr (kBits == 8) {
+      f32 bytes = as_float(load_lanes(units + step * kUnitRowBytes));
+      keep_in_register(bytes);  // else the compiler loads it for each row
+      return as_int(bytes);
+    }
+    const int row = kGroup == 16 ? step : step / 2, is_upper = kGroup == 16 ? kHalf : step % 2;
+    i32 bytes = (load_lanes(units + row * kUnitRowBytes) >> (is_upper * 4)) & 0x0f0f0f0f;
+    if constexpr (kBits < 8 && kBits > 4) {
+      i32 rows[2];
+      rows[kHalf] = upper;
+      bytes = bytes | PanelReader::upper_bits<kBits>(rows, row + 4 * is_upper);
+    }
+    if constexpr (kHasTable) bytes = table.look_up(bytes);
+    return bytes;
+  }
+
+  // sum += the products with the group `index`.
+  template <int kHalf>
+  QUIRE_INLINE void multiply(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, int64_t index,
+                             const Block& block, const ByteTable& table, Sums& sum) {
+    const int64_t group = piece.first + index, stride = layout.bytes;
+    const char* x = rows + group * kGroup;
+    const char* lacks = rows + layout.lacks_at + group * int64_t(sizeof(int32_t));
+    const char* x_scales = rows + layout.scales_at + group * int64_t(sizeof(float));
+    const f32 scale[kVectors] = {piece.scale(index, 0), piece.scale(index, W)};
+    i32 acc[R][kVectors], upper[kVectors] = {};
+    QUIRE_UNROLL
+    for (int v = 0; v < kVectors && (kBits == 5 || kBits == 6); ++v) {
+      upper[v] = load_lanes(block.units + (4 + kHalf) * kUnitRowBytes + v * W * kUnitBytes);
+    }
+    QUIRE_UNROLL
+    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = set1_lane(lacks + r * stride);
+    QUIRE_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      keep_order();
+      const int turn = kHalf * kSteps + step, end = (turn + 1) * kLines / kTurns;
+      QUIRE_UNROLL
+      for (int line = turn * kLines / kTurns; line < end; ++line) {
+        ask_for<1>(Ask::kNext, block.line + line * 64);
+        ask_for<1>(Ask::kNearest, block.units + StoredBlocks::kBytesSoon + line * 64);
+      }
+      const int at = kBits == 8 || kGroup == 16 ? step : step / 2 + step % 2 * 4;
+      const char* units = block.units + (kBits == 8 ? kHalf * kSteps * kUnitRowBytes : 0);
+      const i32 w[kVectors] = {unpack<kHalf>(units, step, upper[0], table),
+                               unpack<kHalf>(units + W * kUnitBytes, step, upper[1], table)};
+      QUIRE_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const i32 value = set1_lane(x + r * stride + at * kUnitBytes);
+        QUIRE_UNROLL
+        for (int v = 0; v < kVectors; ++v) acc[r][v] = ByteSums::add(acc[r][v], w[v], value);
+      }
+    }
+    keep_order();
+    QUIRE_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const f32 x_scale = set1(*reinterpret_cast<const float*>(x_scales + r * stride));
+      QUIRE_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        sum[r][v] = sum[r][v] + __builtin_convertvector(acc[r][v], f32) * (x_scale * scale[v]);
+      }
+    }
+  }
+
+  // sums [R][32] += the products with a piece of a panel.
+  static void run(const char* rows, const QuantizedRow& layout, const WeightPiece& given,
+                  const StoredBlocks& given_blocks, float* sums) {
+    const StoredBlocks blocks = given_blocks;
+    const WeightPiece piece = given;
+    const ByteTable table(kHasTable ? piece.table : kFloat4);
+    Sums sum;
+    QUIRE_UNROLL
+    for (int r = 0; r < R; ++r) {
+      QUIRE_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        sum[r][v] = piece.first == 0 ? set1(0) : load(sums + r * kPanelColumns + v * W);
+      }
+    }
+    int64_t index = 0, number = piece.first / kGroupsPerBlock;
+    const char* units = blocks.units + number * kBlockBytes;
+    for (; index < piece.groups; index += kGroupsPerBlock, ++number, units += kBlockBytes) {
+      const Block block = {units, blocks.line(number)};
+      multiply<0>(rows, layout, piece, index, block, table, sum);
+      if constexpr (kGroupsPerBlock == 2) multiply<1>(rows, layout, piece, index + 1, block, table, sum);
+      for (int64_t at = kLines * 64; at < blocks.line_bytes; at += 64) ask_for<1>(Ask::kNext, block.line + at);
+    }
+    QUIRE_UNROLL
+    for (int r = 0; r < R; ++r) {
+      QUIRE_UNROLL
+      for (int v = 0; v < kVectors; ++v) store(sums + r * kPanelColumns + v * W, sum[r][v]);
+    }
+  }
+};
+
+using RunFewRows = void(const char*, const QuantizedRow&, const WeightPiece&, const StoredBlocks&, float*);
+
+template <int kBits, bool kHasTable, int kGroup, int R = 1>
+static RunFewRows* few_rows(int64_t rows) {
+  if constexpr (R < kMostFewRows) {
+    if (rows > R) return few_rows<kBits, kHasTable, kGroup, R + 1>(rows);
+  }
+  return &FewRows<kBits, kHasTable, kGroup, R>::run;
+}
+
+static RunFewRows* few_rows_of(const QuantizedFormat& format, int64_t rows) {
+  if (format.table != nullptr) return few_rows<4, true, 32>(rows);
+  if (format.bits == 8) return few_rows<8, false, 32>(rows);
+  if (format.bits == 6) return few_rows<6, false, 16>(rows);
+  if (format.bits == 5) return few_rows<5, false, 32>(rows);
+  return format.group == 16 ? few_rows<4, false, 16>(rows) : few_rows<4, false, 32>(rows);
+}
+
+// The sums of a task's rows and a panel.
+static void multiply_few_rows(Tiles&, const char* rows, int64_t num_rows, const PanelReader& reader,
+                              const QuantizedRow& layout, const char* panel, const PanelOut& out, float* sums) {
+  alignas(64) float scales[kPieceGroups * kPanelColumns], mins[kPieceGroups * kPanelColumns];
+  const StoredScales stored_scales = reader.stored_scales(panel);
+  const int64_t piece_groups = stored_scales.numbers != nullptr ? layout.groups : kPieceGroups;
+  const QuantizedShape& shape = reader.shape;
+  const char* units = panel + reader.integers_at;
+  const int64_t line_bytes = layout.has_mins ? shape.block_bytes() : shape.panel_bytes() / shape.blocks();
+  const StoredBlocks blocks = {units, units + kBytesAheadOfBlocks, line_bytes};
+  RunFewRows* const run = few_rows_of(shape.format, num_rows);
+  out.expect(0, num_rows, true);
+  for (int64_t first = 0; first < layout.groups; first += piece_groups) {
+    const int64_t end = smaller(first + piece_groups, layout.groups);
+    if (stored_scales.numbers == nullptr) reader.read_scales(panel, first, end, scales, mins);
+    const WeightPiece piece = {
+        nullptr, stored_scales, scales, mins, shape.format.table, first, end - first, Ask::kNot, 0, 0, 1};
+    run(rows, layout, piece, blocks, sums);
+  }
+  if (layout.has_mins) subtract_mins(rows, num_rows, reader, layout, panel, sums);
+}
+
+}  // namespace quire::QUIRE_ISA
