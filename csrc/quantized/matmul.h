@@ -312,13 +312,15 @@ static void run_quantized_task(const PanelReader& reader, const QuantizedRow& la
     char* sums = static_cast<char*>(thread_scratch(thread, kTileSums * 4));
     return run_whole_task(reader, layout, weight, rows, task, to, first, sums);
   }
+  if (is_of_few_rows(reader.shape, task.rows)) {
+    return run_task_of_few_rows(reader, layout, weight, rows, task, to, first);
+  }
 #endif
   alignas(64) float sums[kTaskRows * kPanelColumns];
   const int64_t panel_bytes = reader.shape.panel_bytes();
   auto* multiply = &multiply_panel;
 #if defined(QUIRE_AMX)
   if (streams_groups(reader.shape, task.rows)) multiply = &stream_panel;
-  if (is_of_few_rows(reader.shape, task.rows)) multiply = &multiply_few_rows;
 #endif
   Tiles tiles;
   for (int64_t panel = task.panel; panel < task.panel + task.panels; ++panel) {

@@ -2,6 +2,7 @@
 // integers are unpacked in registers, once for all rows.
 #pragma once
 
+#include "matmul/tiles/amx.h"
 #include "quantized/tiles/amx_streams.h"
 
 namespace quire::QUIRE_ISA {
@@ -156,9 +157,43 @@ static RunFewRows* few_rows_of(const QuantizedFormat& format, int64_t rows) {
   return format.group == 16 ? few_rows<4, false, 16>(rows) : few_rows<4, false, 32>(rows);
 }
 
-// The sums of a task's rows and a panel.
-static void multiply_few_rows(Tiles&, const char* rows, int64_t num_rows, const PanelReader& reader,
-                              const QuantizedRow& layout, const char* panel, const PanelOut& out, float* sums) {
+// Whether results are written past the caches: of wide products, as they leave these before all of them are read, and a
+// line that was written keeps the reading of weights waiting for some 60 ns when it leaves.
+static bool are_written_past(const ProductOut& to, int64_t rows) {
+  constexpr int64_t kFewestPassingRows = 4, kFewestPassingColumns = 4096;
+  if (to.dtype == kFloat32) return passes_caches(to, rows);
+  return rows >= kFewestPassingRows && to.n >= kFewestPassingColumns &&
+         (reinterpret_cast<uintptr_t>(to.out) | uintptr_t(to.stride) * sizeof(bf16)) % 64 == 0;
+}
+
+template <typename Out>
+static void write_past(const ProductOut& to, int64_t row, int64_t rows, int64_t column, const float* sums) {
+  Out* out = static_cast<Out*>(to.out) + row * to.stride + column;
+  for (int64_t r = 0; r < rows; ++r, out += to.stride, sums += kPanelColumns) {
+    alignas(64) Out line[kPanelColumns];
+    for (int64_t j = 0; j < kPanelColumns; j += W) {
+      store(line + j, to.bias != nullptr ? load(sums + j) + load(to.bias + column + j) : load(sums + j));
+    }
+    for (int64_t j = 0; j < kPanelColumns; j += 64 / int64_t(sizeof(Out))) {
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(out + j), (__m512i)load_lanes(reinterpret_cast<char*>(line + j)));
+    }
+  }
+}
+
+// As finish, of one panel.
+static void finish_few_rows(const ProductOut& to, int64_t row, int64_t rows, int64_t column, const float* sums) {
+  if (!are_written_past(to, rows) || column + kPanelColumns > to.n) {
+    finish(to, row, rows, column, sums, kPanelColumns, kPanelColumns);
+  } else if (to.dtype == kFloat32) {
+    write_past<float>(to, row, rows, column, sums);
+  } else {
+    write_past<bf16>(to, row, rows, column, sums);
+  }
+}
+
+// The sums of few rows and a panel.
+static void multiply_few_rows(const char* rows, int64_t num_rows, const PanelReader& reader, const QuantizedRow& layout,
+                              const char* panel, const PanelOut& out, float* sums) {
   alignas(64) float scales[kPieceGroups * kPanelColumns], mins[kPieceGroups * kPanelColumns];
   const StoredScales stored_scales = reader.stored_scales(panel);
   const int64_t piece_groups = stored_scales.numbers != nullptr ? layout.groups : kPieceGroups;
@@ -167,7 +202,7 @@ static void multiply_few_rows(Tiles&, const char* rows, int64_t num_rows, const 
   const int64_t line_bytes = layout.has_mins ? shape.block_bytes() : shape.panel_bytes() / shape.blocks();
   const StoredBlocks blocks = {units, units + kBytesAheadOfBlocks, line_bytes};
   RunFewRows* const run = few_rows_of(shape.format, num_rows);
-  out.expect(0, num_rows, true);
+  if (!are_written_past(out.to, num_rows)) out.expect(0, num_rows, true);
   for (int64_t first = 0; first < layout.groups; first += piece_groups) {
     const int64_t end = smaller(first + piece_groups, layout.groups);
     if (stored_scales.numbers == nullptr) reader.read_scales(panel, first, end, scales, mins);
@@ -176,6 +211,19 @@ static void multiply_few_rows(Tiles&, const char* rows, int64_t num_rows, const 
     run(rows, layout, piece, blocks, sums);
   }
   if (layout.has_mins) subtract_mins(rows, num_rows, reader, layout, panel, sums);
+}
+
+// As run_quantized_task.
+static void run_task_of_few_rows(const PanelReader& reader, const QuantizedRow& layout, const char* weight,
+                                 const char* rows, const ProductTask& task, const ProductOut& to, int64_t first) {
+  alignas(64) float sums[kMostFewRows * kPanelColumns];
+  const int64_t panel_bytes = reader.shape.panel_bytes();
+  for (int64_t panel = task.panel; panel < task.panel + task.panels; ++panel) {
+    const PanelOut out = {to, first + task.row, panel * kPanelColumns};
+    multiply_few_rows(rows, task.rows, reader, layout, weight + panel * panel_bytes, out, sums);
+    finish_few_rows(to, out.row, task.rows, out.column, sums);
+  }
+  _mm_sfence();  // before other threads see that the task is done
 }
 
 }  // namespace quire::QUIRE_ISA
