@@ -60,10 +60,12 @@ static AddMins* add_mins_function(int64_t rows) {
 // The same of any number of rows: some at once, as additions to one sum wait for each other.
 static void add_mins(const char* rows, int64_t num_rows, const QuantizedRow& layout, const WeightPiece& piece,
                      float* minuses, MinRequests requests = {}) {
-  for (int64_t row = 0; row < num_rows; row += kMinRowsAtOnce) {
-    AddMins* const add = add_mins_function(num_rows - row);
-    add(rows + row * layout.bytes, layout, piece, minuses + row * kPanelColumns, requests);
+  int64_t blocks = ceil_div(num_rows, kMinRowsAtOnce);
+  for (int64_t row = 0; row < num_rows; --blocks) {
+    const int64_t height = ceil_div(num_rows - row, blocks);
+    add_mins_function(height)(rows + row * layout.bytes, layout, piece, minuses + row * kPanelColumns, requests);
     requests = {};
+    row += height;
   }
 }
 
