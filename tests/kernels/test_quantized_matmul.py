@@ -46,6 +46,20 @@ def test_products_have_the_references_bits_for_any_number_of_rows(isa, format, d
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("n", "out_dtype"), [(4128, torch.bfloat16), (65584, torch.float32)])
+def test_wide_results_of_few_rows_have_the_references_bits(isa, format, n, out_dtype):
+    weight, bias, x = make_weight(n, 33, torch.bfloat16), randn(n), randn(12, 33).bfloat16()
+    sums = quantized_product(x, weight, format, None, torch.float32)
+    with using(isa):
+        packed = kernels.quantize_weight(weight, format)
+        for rows in (1, 4, 8, 9, 12):
+            for given_bias, expected in ((None, sums), (bias, sums + bias)):
+                actual = kernels.matmul(x[:rows], packed, given_bias, out_dtype)
+                assert torch.equal(actual, expected[:rows].to(out_dtype)), rows
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", kernels.XIELU(0.8, 0.7), kernels.ClampedSwiGLU()])

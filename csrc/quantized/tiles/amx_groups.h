@@ -10,7 +10,7 @@ namespace quire::QUIRE_ISA {
 
 // Fewer rows are multiplied in as little time without tiles, and have the same bits. Integers of fewer than 8 bits are
 // unpacked first, and smaller groups leave their tiles more often: as many values of x make up for both.
-constexpr int64_t kFewestByteRows = 9, kFewestTileValues = 320;
+constexpr int64_t kFewestTileValues = 320;
 // From this many rows on, bytes too are made signed first, as each row then takes less time.
 constexpr int64_t kFewestSignedRows = 40;
 constexpr int64_t kBytesAheadOfTiles = 8192;  // of a panel
@@ -18,7 +18,8 @@ constexpr int64_t kBytesAheadOfTiles = 8192;  // of a panel
 QUIRE_INLINE bool has_groups_on_tiles(const QuantizedShape& shape, int64_t rows) {
   if (shape.format.group > QuantizedShape::kBlock) return false;
   if (streams_groups(shape, rows)) return true;
-  return shape.format.bits == 8 ? rows >= kFewestByteRows : rows * shape.format.group >= kFewestTileValues;
+  return shape.format.bits == 8 ? rows >= fewest_rows_on_tiles(shape.format)
+                                : rows * shape.format.group >= kFewestTileValues;
 }
 
 // What tiles multiply by of blocks [begin, end) of a panel, for `rows` rows of x: bytes as they are stored, or integers

@@ -9,15 +9,24 @@
 
 namespace quire::QUIRE_ISA {
 
-// Fewer rows are multiplied in less time without tiles, and have the same bits.
-constexpr int64_t kFewestRows = 9;
+// Fewer rows are multiplied in less time without tiles (few_rows.h), and have the same bits: of bytes, of integers of
+// fewer bits, and of these where groups leave their tiles more often, mins are added apart, or scales are not read as
+// they are stored.
+constexpr int64_t kFewestByteRows = 13, kFewestRows = 10, kFewestSmallRows = 11;
+
+QUIRE_INLINE int64_t fewest_rows_on_tiles(const QuantizedFormat& format) {
+  if (format.bits == 8) return kFewestByteRows;
+  const bool has_pieces = format.scale == Number::kFloat || format.scale == Number::kExponent;
+  return has_pieces || format.group == 16 || format.min != Number::kNone ? kFewestSmallRows : kFewestRows;
+}
+
 constexpr int64_t kMostStreamedRows = 14;  // whose sums fit the registers
 constexpr int64_t kBytesAheadOfBlocks = 4096;
 
 QUIRE_INLINE bool streams_groups(const QuantizedShape& shape, int64_t rows) {
   const QuantizedFormat& format = shape.format;
   if (format.bits == 8 || format.group > QuantizedShape::kBlock || rows > kMostStreamedRows) return false;
-  return shape.k > 0 && rows >= kFewestRows;
+  return shape.k > 0 && rows >= fewest_rows_on_tiles(format);
 }
 
 // 1.5 * 2^23: integers that are added to its bits are added to the number.

@@ -7,10 +7,10 @@
 
 namespace quire::QUIRE_ISA {
 
-constexpr int64_t kMostFewRows = kFewestRows - 1;
+constexpr int64_t kMostFewRows = kFewestByteRows - 1;
 
 QUIRE_INLINE bool is_of_few_rows(const QuantizedShape& shape, int64_t rows) {
-  return shape.format.group <= QuantizedShape::kBlock && shape.k > 0 && rows <= kMostFewRows;
+  return shape.format.group <= QuantizedShape::kBlock && shape.k > 0 && rows < fewest_rows_on_tiles(shape.format);
 }
 
 // A panel's integers, and what is asked for while they are read: `line_bytes` with each block, from `ahead` on. What is
@@ -143,7 +143,7 @@ using RunFewRows = void(const char*, const QuantizedRow&, const WeightPiece&, co
 
 template <int kBits, bool kHasTable, int kGroup, int R = 1>
 static RunFewRows* few_rows(int64_t rows) {
-  if constexpr (R < kMostFewRows) {
+  if constexpr (R < (kBits == 8 ? kFewestByteRows : kFewestSmallRows) - 1) {
     if (rows > R) return few_rows<kBits, kHasTable, kGroup, R + 1>(rows);
   }
   return &FewRows<kBits, kHasTable, kGroup, R>::run;
