@@ -47,9 +47,9 @@ static void add_mins_of_rows(const char* rows, const QuantizedRow& layout, const
 }
 
 using AddMins = void(const char*, const QuantizedRow&, const WeightPiece&, float*, const MinRequests&);
-constexpr int kMinRowsAtOnce = kAmx ? 8 : W == 16 ? 4 : 2;
+constexpr int kMinRowsAtOnce = W == 16 ? 4 : 2, kMostMinRowsAtOnce = kAmx ? 8 : kMinRowsAtOnce;
 
-template <int R = kMinRowsAtOnce>
+template <int R = kMostMinRowsAtOnce>
 static AddMins* add_mins_function(int64_t rows) {
   if constexpr (R > 1) {
     if (rows < R) return add_mins_function<R - 1>(rows);
@@ -57,10 +57,10 @@ static AddMins* add_mins_function(int64_t rows) {
   return &add_mins_of_rows<R>;
 }
 
-// The same of any number of rows: some at once, as additions to one sum wait for each other.
+// The same of any number of rows: some at once, as additions to one sum wait for each other, or all of a few.
 static void add_mins(const char* rows, int64_t num_rows, const QuantizedRow& layout, const WeightPiece& piece,
                      float* minuses, MinRequests requests = {}) {
-  int64_t blocks = ceil_div(num_rows, kMinRowsAtOnce);
+  int64_t blocks = num_rows <= kMostMinRowsAtOnce ? 1 : ceil_div(num_rows, kMinRowsAtOnce);
   for (int64_t row = 0; row < num_rows; --blocks) {
     const int64_t height = ceil_div(num_rows - row, blocks);
     add_mins_function(height)(rows + row * layout.bytes, layout, piece, minuses + row * kPanelColumns, requests);
