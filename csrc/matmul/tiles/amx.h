@@ -26,25 +26,30 @@ struct TileRequests {
   int64_t step, rest;
 };
 
-// Adds `steps` steps to the sums in tiles 0 and 1, and if kHasSecond those of rows 16 and up to tiles 2 and 3.
+// Adds `steps` steps to the sums in tiles 0 and 1, and if kHasSecond those of rows 16 and up to tiles 2 and 3. A fourth
+// of a step's requests follows each load: all at once, they would keep the next loads waiting.
 template <typename T, bool kHasSecond, Ask kAsk>
 static void add_asking(const char* x, int64_t x_stride, const char* panel, int64_t steps, TileRequests requests) {
   const T* type = nullptr;
-  for (int64_t step = 0; step < steps; ++step, x += kAmxRowBytes, panel += kStepBytes) {
+  const auto ask = [&](int64_t fourth) __attribute__((always_inline)) {
+    const int64_t lines = requests.step / 64, end = (fourth + 1) * lines / 4;
+    for (int64_t line = fourth * lines / 4; line < end; ++line) ask_for<1>(kAsk, requests.at + line * 64);
+  };
+  for (int64_t step = 0; step < steps; ++step, x += kAmxRowBytes, panel += kStepBytes, requests.at += requests.step) {
     stream_tile<6>(panel, kUnitRowBytes);
+    ask(0);
     load_tile<4>(x, x_stride);
     multiply_tiles<0, 4, 6>(type);
     stream_tile<7>(panel + kAmxRowBytes, kUnitRowBytes);
+    ask(1);
     multiply_tiles<1, 4, 7>(type);
+    if constexpr (kHasSecond) load_tile<5>(x + kAmxRows * x_stride, x_stride);
+    ask(2);
     if constexpr (kHasSecond) {
-      load_tile<5>(x + kAmxRows * x_stride, x_stride);
       multiply_tiles<2, 5, 6>(type);
       multiply_tiles<3, 5, 7>(type);
     }
-    if constexpr (kAsk != Ask::kNot) {
-      for (int64_t at = 0; at < requests.step; at += 64) ask_for<1>(kAsk, requests.at + at);
-      requests.at += requests.step;
-    }
+    ask(3);
   }
 }
 
@@ -103,7 +108,7 @@ constexpr int64_t kManyRowsSteps = 12, kFewRowsSteps = 256;
 constexpr int64_t kStepsAhead = 2;  // of a panel
 // With two tiles of rows and panels of few steps of bytes, sums are finished often and for long: what is asked for
 // before must last until then, and more is asked for meanwhile.
-constexpr int64_t kShortSteps = 24, kShortStepsAhead = 4, kRestLines = 28;
+constexpr int64_t kShortSteps = 16, kShortStepsAhead = 4, kRestLines = 28;
 constexpr int64_t kPassingElements = 512 * 1024;
 constexpr int64_t kBlockSums = kBlockRows * kPanelColumns;
 static_assert(kBlockRows == kAmxMostRows);
