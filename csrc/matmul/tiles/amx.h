@@ -26,30 +26,33 @@ struct TileRequests {
   int64_t step, rest;
 };
 
-// Adds `steps` steps to the sums in tiles 0 and 1, and if kHasSecond those of rows 16 and up to tiles 2 and 3. A fourth
-// of a step's requests follows each load: all at once, they would keep the next loads waiting.
+// Adds `steps` steps to the sums in tiles 0 and 1, and if kHasSecond those of rows 16 and up to tiles 2 and 3. Then a
+// fourth of a step's requests follows each load: all at once, they would keep the next loads waiting.
 template <typename T, bool kHasSecond, Ask kAsk>
 static void add_asking(const char* x, int64_t x_stride, const char* panel, int64_t steps, TileRequests requests) {
   const T* type = nullptr;
-  const auto ask = [&](int64_t fourth) __attribute__((always_inline)) {
-    const int64_t lines = requests.step / 64, end = (fourth + 1) * lines / 4;
-    for (int64_t line = fourth * lines / 4; line < end; ++line) ask_for<1>(kAsk, requests.at + line * 64);
+  const auto ask = [&](int64_t from, int64_t end) __attribute__((always_inline)) {
+    if constexpr (kAsk != Ask::kNot) {
+      for (int64_t at = from; at < end; at += 64) ask_for<1>(kAsk, requests.at + at);
+    }
   };
-  for (int64_t step = 0; step < steps; ++step, x += kAmxRowBytes, panel += kStepBytes, requests.at += requests.step) {
+  const int64_t fourth = kHasSecond ? requests.step / 256 * 64 : 0;
+  for (int64_t step = 0; step < steps; ++step, x += kAmxRowBytes, panel += kStepBytes) {
     stream_tile<6>(panel, kUnitRowBytes);
-    ask(0);
+    if constexpr (kHasSecond) ask(0, fourth);
     load_tile<4>(x, x_stride);
     multiply_tiles<0, 4, 6>(type);
     stream_tile<7>(panel + kAmxRowBytes, kUnitRowBytes);
-    ask(1);
+    if constexpr (kHasSecond) ask(fourth, 2 * fourth);
     multiply_tiles<1, 4, 7>(type);
-    if constexpr (kHasSecond) load_tile<5>(x + kAmxRows * x_stride, x_stride);
-    ask(2);
     if constexpr (kHasSecond) {
+      load_tile<5>(x + kAmxRows * x_stride, x_stride);
+      ask(2 * fourth, 3 * fourth);
       multiply_tiles<2, 5, 6>(type);
       multiply_tiles<3, 5, 7>(type);
     }
-    ask(3);
+    ask(3 * fourth, requests.step);
+    if constexpr (kAsk != Ask::kNot) requests.at += requests.step;
   }
 }
 
