@@ -18,32 +18,41 @@ struct TileRows {
   int64_t stride, count;
 };
 
-// What is asked for while a panel is multiplied: `step` bytes from `at` on with each of its steps.
+// What is asked for while a panel is multiplied: `step` bytes from `at` on with each of its steps, and `rest` bytes
+// behind those while its sums are finished.
 struct TileRequests {
   Ask ask;
   const char* at;
-  int64_t step;
+  int64_t step, rest;
 };
 
-// Adds `steps` steps to the sums in tiles 0 and 1, and if kHasSecond those of rows 16 and up to tiles 2 and 3.
+// Adds `steps` steps to the sums in tiles 0 and 1, and if kHasSecond those of rows 16 and up to tiles 2 and 3. Then a
+// fourth of a step's requests follows each load: all at once, they would keep the next loads waiting.
 template <typename T, bool kHasSecond, Ask kAsk>
 static void add_asking(const char* x, int64_t x_stride, const char* panel, int64_t steps, TileRequests requests) {
   const T* type = nullptr;
+  const auto ask = [&](int64_t from, int64_t end) __attribute__((always_inline)) {
+    if constexpr (kAsk != Ask::kNot) {
+      for (int64_t at = from; at < end; at += 64) ask_for<1>(kAsk, requests.at + at);
+    }
+  };
+  const int64_t fourth = kHasSecond ? requests.step / 256 * 64 : 0;
   for (int64_t step = 0; step < steps; ++step, x += kAmxRowBytes, panel += kStepBytes) {
     stream_tile<6>(panel, kUnitRowBytes);
+    if constexpr (kHasSecond) ask(0, fourth);
     load_tile<4>(x, x_stride);
     multiply_tiles<0, 4, 6>(type);
     stream_tile<7>(panel + kAmxRowBytes, kUnitRowBytes);
+    if constexpr (kHasSecond) ask(fourth, 2 * fourth);
     multiply_tiles<1, 4, 7>(type);
     if constexpr (kHasSecond) {
       load_tile<5>(x + kAmxRows * x_stride, x_stride);
+      ask(2 * fourth, 3 * fourth);
       multiply_tiles<2, 5, 6>(type);
       multiply_tiles<3, 5, 7>(type);
     }
-    if constexpr (kAsk != Ask::kNot) {
-      for (int64_t at = 0; at < requests.step; at += 64) ask_for<1>(kAsk, requests.at + at);
-      requests.at += requests.step;
-    }
+    ask(3 * fourth, requests.step);
+    if constexpr (kAsk != Ask::kNot) requests.at += requests.step;
   }
 }
 
@@ -61,7 +70,7 @@ static void add_steps(const TileRows& x, const char* panel, int64_t units, const
   alignas(64) char last[kStepBytes];
   std::memcpy(last, panel + steps * kStepBytes, size_t(rest * kUnitRowBytes));
   std::memset(last + rest * kUnitRowBytes, 0, size_t((kAmxUnits - rest) * kUnitRowBytes));
-  add_asking<T, kHasSecond, Ask::kNot>(x.data + steps * kAmxRowBytes, x.stride, last, 1, {Ask::kNot, nullptr, 0});
+  add_asking<T, kHasSecond, Ask::kNot>(x.data + steps * kAmxRowBytes, x.stride, last, 1, {Ask::kNot, nullptr, 0, 0});
 }
 
 // sums [x.count][32], rows `sums_stride` bytes apart, += the products of up to kAmxMostRows rows with `units` units of
@@ -100,6 +109,9 @@ static void add_panel(Tiles& tiles, const TileRows& x, const char* panel, int64_
 // panels pass.
 constexpr int64_t kManyRowsSteps = 12, kFewRowsSteps = 256;
 constexpr int64_t kStepsAhead = 2;  // of a panel
+// With two tiles of rows and panels of few steps of bytes, sums are finished often and for long: what is asked for
+// before must last until then, and more is asked for meanwhile.
+constexpr int64_t kShortSteps = 16, kShortStepsAhead = 4, kRestLines = 28;
 constexpr int64_t kPassingElements = 512 * 1024;
 constexpr int64_t kBlockSums = kBlockRows * kPanelColumns;
 static_assert(kBlockRows == kAmxMostRows);
@@ -109,14 +121,19 @@ constexpr int64_t kTileSums = kTaskRows * kTaskPanels * kPanelColumns;
 // What is asked for while a block of rows is multiplied by `units` units of a panel: what lies ahead in it, or, where a
 // task has several blocks, each block's share of what is multiplied next: the panel's next units, or, after its last
 // ones, the first ones of the panels behind the task's.
+template <typename T>
 static TileRequests tile_requests(const ProductTask& task, int64_t row, const char* panel, int64_t units, bool is_last,
                                   int64_t panel_bytes) {
-  const int64_t blocks = ceil_div(task.rows, kBlockRows), bytes = units * kUnitRowBytes;
-  if (blocks == 1) return {Ask::kNext, panel + kStepsAhead * kStepBytes, kStepBytes};
-  if (task.row != 0) return {Ask::kNot, nullptr, 0};  // these rows find the weights near
+  const int64_t blocks = ceil_div(task.rows, kBlockRows), bytes = units * kUnitRowBytes, steps = units / kAmxUnits;
+  if (blocks == 1 && sizeof(T) == 1 && task.rows > kAmxRows && 0 < steps && steps <= kShortSteps) {
+    const int64_t step = kStepBytes - ceil_div(kRestLines, steps) * 64;
+    return {Ask::kNext, panel + kShortStepsAhead * kStepBytes + kRestLines * 64, step, panel_bytes - steps * step};
+  }
+  if (blocks == 1) return {Ask::kNext, panel + kStepsAhead * kStepBytes, kStepBytes, 0};
+  if (task.row != 0) return {Ask::kNot, nullptr, 0, 0};  // these rows find the weights near
   const int64_t step = smaller(768, ceil_div(kStepBytes, blocks * 64) * 64);
   const char* next = panel + bytes + (is_last ? (task.panels - 1) * panel_bytes : 0);
-  return {Ask::kNearest, next + row / kBlockRows * step * (units / kAmxUnits), step};
+  return {Ask::kNearest, next + row / kBlockRows * step * steps, step, 0};
 }
 
 // Whether results are written past the caches: float32 of so many that they leave these before they are read. Lines
@@ -141,8 +158,9 @@ static void finish_panel(const ProductOut& to, int64_t row, int64_t rows, int64_
 }
 
 // The sums of a task's rows and panels, each of `units` units of k, `panel_bytes` apart from `panels` on:
-// rows_of(row, rows, unit, units) gives a block of rows as tiles read them, finish(row, rows, panel, sums) takes its
-// finished sums [rows][32]; rows and panels count from the task's first. `sums` is of the task's size.
+// rows_of(row, rows, unit, units) gives a block of rows as tiles read them, finish(row, rows, panel, sums, line, lines)
+// takes its finished sums [rows][32] and asks for lines; rows and panels count from the task's first. `sums` is of the
+// task's size.
 template <typename T, typename RowsOf, typename Finish>
 QUIRE_INLINE void run_on_tiles(const ProductTask& task, int64_t units, const char* panels, int64_t panel_bytes,
                                char* sums, const RowsOf& rows_of, const Finish& finish) {
@@ -159,9 +177,9 @@ QUIRE_INLINE void run_on_tiles(const ProductTask& task, int64_t units, const cha
       for (int64_t p = 0; p < task.panels; ++p) {
         const char* panel = panels + p * panel_bytes + unit * kUnitRowBytes;
         char* to = sums + (is_parked ? (row / kBlockRows * task.panels + p) * kBlockSums * 4 : 0);
-        add_panel<T>(tiles, x, panel, count, to, kPanelColumns * 4, unit == 0,
-                     tile_requests(task, row, panel, count, is_last, panel_bytes));
-        if (is_last) finish(row, rows, p, to);
+        const TileRequests requests = tile_requests<T>(task, row, panel, count, is_last, panel_bytes);
+        add_panel<T>(tiles, x, panel, count, to, kPanelColumns * 4, unit == 0, requests);
+        if (is_last) finish(row, rows, p, to, requests.at + count / kAmxUnits * requests.step, requests.rest / 64);
       }
     }
   }

@@ -37,7 +37,7 @@ static void run_amx_task(const MatmulArgs& args, const ProductTask& task, char* 
     const int64_t elements = smaller(count * kPerUnit<bf16>, k - unit * kPerUnit<bf16>);
     return stage_rows(from, args.x_stride, rows, elements, scratch);
   };
-  const auto write = [&](int64_t row, int64_t rows, int64_t panel, const char* sums) {
+  const auto write = [&](int64_t row, int64_t rows, int64_t panel, const char* sums, const char*, int64_t) {
     finish_panel(args.to, task.row + row, rows, (task.panel + panel) * kPanelColumns,
                  reinterpret_cast<const float*>(sums));
   };
