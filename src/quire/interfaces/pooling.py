@@ -111,7 +111,7 @@ def _tokenized(
         _, token_ids, salt, types = inputs.prompt(prompt, params, spec)
         made = {"prompt_token_ids": token_ids, "cache_salt": salt}
         return made if types is None else made | {"token_type_ids": types}
-    inputs.check_length(len(token_ids), spec)
+    inputs.check(token_ids, spec)
     return made
 
 

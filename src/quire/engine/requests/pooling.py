@@ -94,8 +94,7 @@ class PoolingInputs:
             token_ids = self.encode(text, params)
         elif (keep := self._num_kept(params)) is not None:
             token_ids, types = token_ids[-keep:], types if types is None else types[-keep:]
-        self.check_length(len(token_ids), spec)
-        self._inputs.check_token_ids(token_ids)
+        self.check(token_ids, spec)
         return text, token_ids, salt or params.cache_salt, _checked_types(types, len(token_ids))
 
     def encode(self, text: str, params: PoolingParams, add_special_tokens: bool = True) -> list[int]:
@@ -115,8 +114,9 @@ class PoolingInputs:
         """Return how many tokens of longer texts are kept; None if they are refused."""
         return self.max_tokens if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
 
-    def check_length(self, num_tokens: int, spec: PoolSpec) -> None:
-        """Raise RequestError if a text of so many tokens cannot run."""
+    def check(self, token_ids: list[int], spec: PoolSpec) -> None:
+        """Raise RequestError if a text of these tokens cannot run."""
+        num_tokens = len(token_ids)
         if num_tokens > self.max_tokens:
             raise PromptTooLongError(
                 f"the text has {num_tokens} tokens, and the model takes {self.max_tokens}: shorten it, or cut it with "
@@ -129,6 +129,7 @@ class PoolingInputs:
                 f"the text has {num_tokens} tokens, and the task {spec.task!r} of this model needs them all in one "
                 f"step of {info.max_whole_tokens}: raise max_num_batched_tokens, or cut it with truncate_prompt_tokens"
             )
+        self._inputs.check_token_ids(token_ids)
 
     def wanted(self, spec: PoolSpec, num_tokens: int, token_type_ids: tuple[int, ...] | None) -> PromptPooling:
         """Return what is to be made of a prompt's hidden states."""
