@@ -139,8 +139,7 @@ class UnfinishedRequests:
 
     def busy(self) -> Set[SequenceGroup]:
         """The requests of all batches in flight."""
-        in_flight = self._in_flight
-        return {group for step in in_flight.values() for group, _, _ in step.scheduled} if in_flight else frozenset()
+        return {group for step in self._in_flight.values() for group, _, _ in step.scheduled}
 
     def dispatch(self, step: int) -> None:
         """The step has been planned, and its batch is in flight from now on."""
