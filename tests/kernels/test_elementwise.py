@@ -238,6 +238,7 @@ def test_activations_have_float32_digits_over_their_whole_range(isa, kind):
         if kernels.isa() != "reference":
             actual = kernels.activation(x, kind).double()
             torch.testing.assert_close(actual, expected.float().double(), rtol=2e-5, atol=1e-30)
+        assert kernels.activation(torch.full((20,), torch.nan), kind).isnan().all()
 
 
 @pytest.mark.parametrize("isa", ISAS)
