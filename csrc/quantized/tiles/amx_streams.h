@@ -198,7 +198,7 @@ static void subtract_mins(const char* rows, int64_t num_rows, const PanelReader&
   alignas(64) float scales[kPieceGroups * kPanelColumns], mins[kPieceGroups * kPanelColumns];
   alignas(64) float minuses[kMostStreamedRows * kPanelColumns] = {};
   const bool has_stored = reader.stored_scales(panel).numbers != nullptr;
-  const int64_t field_bytes = reader.integers_at / layout.groups;
+  const int64_t field_bytes = reader.integers_at / layout.groups, height = smaller(num_rows, kMostMinRowsAtOnce);
   const char* line = panel + reader.shape.panel_bytes() + kBytesAheadOfBlocks;
   for (int64_t first = 0; first < layout.groups; first += kPieceGroups) {
     const int64_t end = smaller(first + kPieceGroups, layout.groups);
@@ -208,7 +208,9 @@ static void subtract_mins(const char* rows, int64_t num_rows, const PanelReader&
       reader.read_scales(panel, first, end, scales, mins);
     }
     const WeightPiece piece = {nullptr, {}, scales, mins, nullptr, first, end - first, Ask::kNot, 0, 0, 1};
-    add_mins(rows, num_rows, layout, piece, minuses, {line, field_bytes});
+    const MinRequests requests = {line, field_bytes};
+    add_mins_function<kMostMinRowsAtOnce, MinRequests>(height)(rows, layout, piece, minuses, requests);
+    add_mins(rows + height * layout.bytes, num_rows - height, layout, piece, minuses + height * kPanelColumns);
   }
   for (int64_t i = 0; i < num_rows * kPanelColumns; i += W) store(sums + i, load(sums + i) - load(minuses + i));
 }
