@@ -84,13 +84,13 @@ def test_texts_and_pairs_are_tokenized_together_and_errors_take_their_places(doo
     params = PoolingParams(task="embed")
     given = ["a", "word " * 100, ("a", "b"), [7, 8], {"prompt_token_ids": 5}, {"prompt": "a", "cache_salt": "s"}]
     ids, error, pair, same, wrong, salted = door.run(door.llm.pooling_prompts(given, params))
-    assert ids["prompt_token_ids"] == door.llm.tokenizer.encode("a")
+    assert ids.token_ids == door.llm.tokenizer.encode("a")
     assert isinstance(error, PromptTooLongError)
-    assert pair["prompt_token_ids"] == [*door.llm.tokenizer.encode("a"), *door.llm.tokenizer.encode("b")]
-    assert pair["token_type_ids"] == [0, 1]
-    assert same["prompt_token_ids"] == [7, 8]
+    assert pair.token_ids == [*door.llm.tokenizer.encode("a"), *door.llm.tokenizer.encode("b")]
+    assert pair.token_type_ids == (0, 1)
+    assert same.token_ids == [7, 8]
     assert isinstance(wrong, InvalidPromptError)
-    assert salted["cache_salt"] == "s"
+    assert salted.cache_salt == "s"
     for prompt in ids, pair, same, salted:
         assert door.run(door.encode(prompt)).finished
 

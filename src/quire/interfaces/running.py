@@ -8,8 +8,9 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from quire.common.errors import PromptTooLongError, RequestError, RequestFailedError
 from quire.common.interrupts import interrupt_deferred
@@ -21,6 +22,7 @@ from quire.config.parallel import ParallelConfig
 from quire.engine.adapters import AnyAdapter
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.requests.input_processor import Prompt
+from quire.engine.requests.pooling import CheckedPrompt
 from quire.interfaces.engine_processes import EngineProcesses
 from quire.interfaces.pooling import PIECE, Pair, Tokenized, may_be_too_long, tokenized
 from quire.interfaces.prompts import rejected
@@ -185,7 +187,7 @@ def run_pooling(
 ) -> list[RequestOutput]:
     """Run pooling requests, and tokenize texts meanwhile: those that may be too long before. Raises as `LLM.encode`."""
     inputs = engine.inputs.pooling
-    for each in {id(each): each for each in params}.values():
+    for each, _ in itertools.groupby(params):
         inputs.check_params(each)
 
     def tokenize(places: Sequence[int]) -> list[Tokenized]:
@@ -195,8 +197,7 @@ def run_pooling(
             found += tokenized(inputs, [prompts[place] for place in piece], params[piece[0]])
         return found
 
-    whole = [place for place, given in enumerate(params) if given.truncate_prompt_tokens is None]
-    long = [place for place in whole if may_be_too_long(inputs, prompts[place])]
+    long = [i for i, p in enumerate(params) if p.truncate_prompt_tokens is None and may_be_too_long(inputs, prompts[i])]
     early: dict[int, Tokenized] = {}
     if long:
         with progress("tokenizing", len(long), "text") if use_tqdm else nullcontext(lambda: None) as advance:
@@ -204,7 +205,7 @@ def run_pooling(
 
     def tokenize_others(places: Sequence[int]) -> list[Tokenized]:
         others = iter(tokenize([place for place in places if place not in early]))
-        return [_with_ids(early.pop(place), list) if place in early else next(others) for place in places]
+        return [early.pop(place) if place in early else next(others) for place in places]
 
     def add(request_id: str, place: int) -> None:
         engine.add_request(request_id, feed.take(place), params[place], lora_request=adapters[place])
@@ -230,7 +231,9 @@ def _tokenized_early(
     PromptTooLongError for the first that is."""
 
     def make(piece: Sequence[int]) -> list[Tokenized]:
-        return [_with_ids(made, partial(array, "i")) for made in tokenize(piece)]
+        """An array of token ids takes an eighth of a list's memory."""
+        found = tokenize(piece)
+        return [replace(m, token_ids=array("i", m.token_ids)) if isinstance(m, CheckedPrompt) else m for m in found]
 
     pieces = [places[start : start + _EARLY_PIECE] for start in range(0, len(places), _EARLY_PIECE)]
     early = dict[int, Tokenized]()
@@ -253,10 +256,3 @@ def _num_cores(config: ParallelConfig) -> int:
     """Cores that an engine uses, as far as the configuration and the system say."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return config.num_threads or len(config.cpus) or allowed
-
-
-def _with_ids(prompt: Tokenized, kind: Callable[[Any], Any]) -> Any:
-    """The prompt of a text, with its token ids as another sequence: an array takes an eighth of a list's memory."""
-    if not isinstance(prompt, dict) or not isinstance(prompt.get("prompt_token_ids"), list | array):
-        return prompt
-    return {**prompt, "prompt_token_ids": kind(prompt["prompt_token_ids"])}

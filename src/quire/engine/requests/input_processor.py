@@ -20,15 +20,16 @@ from quire.config.args import EngineConfig
 from quire.engine.requests.beam_search import BeamSearch
 from quire.engine.requests.logprobs import LogprobRows, PromptScores
 from quire.engine.requests.output import OutputBuilder, SampleOutput
-from quire.engine.requests.pooling import CANNOT_GENERATE, PoolingInputs, as_sampling_params
+from quire.engine.requests.pooling import CANNOT_GENERATE, CheckedPrompt, PoolingInputs, as_sampling_params
 from quire.engine.requests.prediction import with_tokenized_prediction
 from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
 from quire.runner.sampling.random import random_key, uniform_bits
 from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer
 
-Prompt: TypeAlias = str | SequenceOf[int] | Mapping[str, object]
-"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; a dict may also contain `cache_salt`."""
+Prompt: TypeAlias = str | SequenceOf[int] | Mapping[str, object] | CheckedPrompt
+"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; a dict may also contain `cache_salt`. Or for a
+pooling request what was made of these."""
 PromptType = Prompt
 """vLLM's name."""
 
@@ -120,12 +121,14 @@ class InputProcessor:
         arrival_time: float,
         adapter: KnownAdapter | None,
     ) -> CheckedRequest:
-        spec = self.pooling.check_params(params)
-        text, token_ids, cache_salt, types = self.pooling.prompt(prompt, params, spec)
-        pooling = self.pooling.wanted(spec, len(token_ids), types)
+        checked = self.pooling.checked(prompt, params)
+        token_ids, key = list(checked.token_ids), _content_key(checked.cache_salt or params.cache_salt, adapter)
+        pooling = self.pooling.wanted(checked.spec, len(token_ids), checked.token_type_ids)
         known = as_sampling_params(params.priority, params.tenant)
-        outputs = OutputBuilder(request_id, token_ids, known, arrival_time, text, pooling=pooling, adapter=adapter)
-        return CheckedRequest(outputs, SampleOutput(known), _content_key(cache_salt, adapter), adapter=adapter)
+        outputs = OutputBuilder(
+            request_id, token_ids, known, arrival_time, checked.text, pooling=pooling, adapter=adapter
+        )
+        return CheckedRequest(outputs, SampleOutput(known), key, adapter=adapter)
 
     def check_generates(self) -> None:
         """Raise RequestError if the model pools, and cannot generate."""
@@ -239,6 +242,8 @@ class InputProcessor:
     def parse_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None, str]:
         """Return (text, token ids, salt). The caller passed one of the first two, or both; the other is None."""
         cache_salt: Any = ""
+        if isinstance(prompt, str):
+            return prompt, None, ""
         if isinstance(prompt, dict | Mapping):  # the class alone first: it takes no call of Python
             unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
             if unknown or not prompt:
@@ -249,7 +254,7 @@ class InputProcessor:
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             cache_salt = prompt.get("cache_salt", "")
         else:
-            text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+            text, token_ids = None, prompt
         try:
             check_text("cache_salt", cache_salt, MAX_SALT_LEN)
         except InvalidParamsError as error:

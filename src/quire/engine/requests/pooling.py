@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from quire.common.batch import Pooled, PooledRows, PoolSpec
 from quire.common.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError, RequestError
@@ -57,6 +59,18 @@ class PromptPooling:
         return None if self.token_type_ids is None else self.token_type_ids[start:end]
 
 
+class CheckedPrompt(msgspec.Struct, frozen=True):
+    """A prompt as token ids, which were cut and checked as the parameters of its request say."""
+
+    params: PoolingParams
+    spec: PoolSpec
+    text: str | None
+    token_ids: Sequence[int]
+    cache_salt: str
+    """Its own; the parameters may have one, too."""
+    token_type_ids: tuple[int, ...] | None
+
+
 class PoolingInputs:
     """Checks pooling requests against what the model's pooler can make. Part of an InputProcessor."""
 
@@ -81,21 +95,33 @@ class PoolingInputs:
             )
         return spec
 
-    def prompt(self, prompt: Prompt, params: PoolingParams, spec: PoolSpec) -> tuple[str | None, list[int], str, Any]:
-        """Return a prompt's text, token ids, cache salt and token type ids. Raises RequestError."""
+    def checked(self, prompt: Prompt, params: PoolingParams) -> CheckedPrompt:
+        """Return the prompt for a request with these parameters, once both are checked. Raises RequestError."""
+        if isinstance(prompt, CheckedPrompt) and prompt.params == params:
+            return prompt
+        return self.prompt(prompt, params, self.check_params(params))
+
+    def prompt(
+        self, prompt: Prompt, params: PoolingParams, spec: PoolSpec, add_special_tokens: bool = True
+    ) -> CheckedPrompt:
+        """As `checked`, where the parameters are checked already. Other threads run meanwhile."""
         types: Any = None
-        if isinstance(prompt, dict | Mapping) and "token_type_ids" in prompt:
-            types, prompt = prompt["token_type_ids"], {k: v for k, v in prompt.items() if k != "token_type_ids"}
-        text, token_ids, salt = self._inputs.parse_prompt(prompt)
+        if not isinstance(prompt, CheckedPrompt):
+            if not isinstance(prompt, str) and isinstance(prompt, Mapping) and "token_type_ids" in prompt:
+                types, prompt = prompt["token_type_ids"], {k: v for k, v in prompt.items() if k != "token_type_ids"}
+            text, token_ids, salt = self._inputs.parse_prompt(prompt)
+        else:  # for other parameters
+            text, token_ids, salt, types = prompt.text, list(prompt.token_ids), prompt.cache_salt, prompt.token_type_ids
         if salt and params.cache_salt and salt != params.cache_salt:
             raise InvalidParamsError("cache_salt is given with the prompt and in the params, and they differ")
         if token_ids is None:
             assert text is not None
-            token_ids = self.encode(text, params)
+            token_ids = self.encode(text, params, add_special_tokens)
         elif (keep := self._num_kept(params)) is not None:
             token_ids, types = token_ids[-keep:], types if types is None else types[-keep:]
         self.check(token_ids, spec)
-        return text, token_ids, salt or params.cache_salt, _checked_types(types, len(token_ids))
+        types = None if types is None else _checked_types(types, len(token_ids))
+        return CheckedPrompt(params, spec, text, token_ids, salt, types)
 
     def encode(self, text: str, params: PoolingParams, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, cut as the parameters say. Other threads run meanwhile. Raises
@@ -140,8 +166,6 @@ class PoolingInputs:
 
 def _checked_types(types: Any, num_tokens: int) -> tuple[int, ...] | None:
     """Return the token type ids as a tuple; None if they are all 0. Raises InvalidPromptError."""
-    if types is None:
-        return None
     if not isinstance(types, list | tuple) or len(types) != num_tokens:
         raise InvalidPromptError(f"token_type_ids must be a list of {num_tokens} integers, one for each token")
     if not all(type(kind) is int and 0 <= kind < MAX_TOKEN_TYPE for kind in types):
