@@ -160,7 +160,7 @@ def join_without_a_hold(original, self, block_id):
 
 def wait_for_ever(original, self, seq_id, chain, token_ids, max_blocks):
     hit = original(self, seq_id, chain, token_ids, max_blocks)
-    return replace(hit, is_awaited=hit.num_blocks < max_blocks)
+    return msgspec.structs.replace(hit, is_awaited=hit.num_blocks < max_blocks)
 
 
 def keep_unsettled(original, self, step=None):

@@ -104,7 +104,7 @@ class LLMEngine:
         self._check_request_id(request_id)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         try:
-            adapter = self.adapters.of_request(lora_request)
+            adapter = None if lora_request is None else self.adapters.of_request(lora_request)
             request = self.inputs.request(request_id, prompt, params, arrival_time, adapter)
             group = new_group(self.inputs, request, self.requests.new_seq_id())
             if progress is not None:
@@ -189,7 +189,7 @@ class LLMEngine:
         with self._accounting:
             self._in_flight.take()
             self._changed += self.committer.commit(batch, result)
-            self._changed += [self._groups[request_id] for request_id in batch.ignored if request_id in self._groups]
+            self._changed += [self._groups[i] for i in batch.ignored if i in self._groups] if batch.ignored else []
             self._changed += self.grammars.take_failed()
         self._isolator.succeeded(has_run=bool(batch.sequences))
         fault_point("step.end")

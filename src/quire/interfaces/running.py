@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
@@ -128,11 +129,12 @@ class TokenizedFeed:
         self._tokenize = tokenize
         self._max_running = max_running
         self._thread: ThreadPoolExecutor | None = None
-        self._made: dict[int, Tokenized] = {}
+        self._made: deque[Tokenized] = deque()
         self._num_ready = 0
         self._piece: Future[list[Tokenized]] | None = None
         if num_prompts <= PIECE:  # the first step has to wait for them all
-            self._take_made(tokenize(self._places))
+            self._made += tokenize(self._places)
+            self._num_ready = num_prompts
         else:
             self._thread = ThreadPoolExecutor(1, "tokenize-texts")
             self._begin_piece(self._thread)
@@ -141,11 +143,6 @@ class TokenizedFeed:
         piece = self._places[self._num_ready : self._num_ready + PIECE]
         self._piece = thread.submit(self._tokenize, piece) if piece else None
 
-    def _take_made(self, piece: list[Tokenized]) -> None:
-        for prompt in piece:
-            self._made[self._num_ready] = prompt
-            self._num_ready += 1
-
     def ready(self, num_running: int) -> int:
         """Return how many prompts `take` has; waits for the next ones only if no request runs."""
         while self._thread is not None and self._piece is not None:
@@ -153,13 +150,14 @@ class TokenizedFeed:
                 break
             if (num_running or self._made) and not self._piece.done():
                 break
-            self._take_made(self._piece.result())
+            self._made += (piece := self._piece.result())
+            self._num_ready += len(piece)
             self._begin_piece(self._thread)
         return self._num_ready
 
-    def take(self, place: int) -> Prompt:
-        """Return the prompt at this place, once. Raises its error if it is wrong."""
-        prompt = self._made.pop(place)
+    def take(self) -> Prompt:
+        """Return the next prompt. Raises its error if it is wrong."""
+        prompt = self._made.popleft()
         if isinstance(prompt, RequestError | RequestFailedError):
             raise prompt
         return prompt
@@ -208,7 +206,7 @@ def run_pooling(
         return [early.pop(place) if place in early else next(others) for place in places]
 
     def add(request_id: str, place: int) -> None:
-        engine.add_request(request_id, feed.take(place), params[place], lora_request=adapters[place])
+        engine.add_request(request_id, feed.take(), params[place], lora_request=adapters[place])
 
     max_running = 2 * engine.config.scheduler.max_num_seqs
     feed = TokenizedFeed(len(prompts), tokenize_others if early else tokenize, max_running)

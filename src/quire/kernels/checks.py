@@ -45,7 +45,7 @@ class _KernelErrors:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         liveness.num_kernel_events += 1
-        if isinstance(error, ValueError):
+        if error is not None and isinstance(error, ValueError):
             raise KernelError(str(error)) from None
 
 

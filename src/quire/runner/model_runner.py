@@ -65,9 +65,9 @@ class ModelRunner:
         sequences = batch.sequences
         if not sequences:
             return StepResult(())
-        self._check_adapters(sequences)
         if self._texts is not None and self._texts.can_replay(sequences):
             return self._texts.run(sequences)
+        self._check_adapters(sequences)
         with self._workspace, torch.inference_mode():
             if self._graphs is not None and self._graphs.can_replay(sequences):
                 if self._passes_on:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.common.batch import Pooled, PoolSpec, ScheduledSequence, StepResult
+from quire.common.batch import Pooled, PooledRows, PoolSpec, ScheduledSequence, StepResult
 from quire.models.base import PoolingModel
 from quire.models.layers.batch_tensors import BatchTensors
 from quire.runner.pooling import PooledReader
@@ -61,19 +61,19 @@ class TextGraphs:
     def run(self, sequences: Sequence[ScheduledSequence]) -> StepResult:
         """What is made of the text."""
         (text,) = sequences
-        self._token_ids[: len(text.token_ids)] = text.token_ids
+        num_tokens = len(text.token_ids)
+        self._token_ids[:num_tokens] = text.token_ids
         with self._workspace:
-            recorded = self._replayed(len(text.token_ids), self._recorded_spec(text))
+            recorded = self._replayed(num_tokens, self._recorded_spec(text.pooled, num_tokens))
             if recorded.vector is None:
                 with torch.inference_mode():
                     return self._read(recorded.hidden.clone(), recorded.tensors, sequences)
             vector = recorded.vector
             return self._read.result(sequences, lambda *_: vector)
 
-    def _recorded_spec(self, text: ScheduledSequence) -> PoolSpec | None:
+    def _recorded_spec(self, wanted: PooledRows | None, num_tokens: int) -> PoolSpec | None:
         """What the recording makes of all rows of the text; None for nothing."""
-        wanted = text.pooled
-        if wanted is None or wanted.num_rows < len(text.token_ids) or not self._read.pooler.can_record(wanted.spec):
+        if wanted is None or wanted.num_rows < num_tokens or not self._read.pooler.can_record(wanted.spec):
             return None
         return wanted.spec
 

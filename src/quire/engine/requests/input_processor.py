@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from copy import copy
-from dataclasses import dataclass
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
+import msgspec
 from msgspec.structs import replace
 
 from quire.common.batch import Draw
@@ -58,8 +58,7 @@ _BORDER_TOKENS = 16
 _SCORING = SamplingParams(detokenize=False, output_kind="final_only")
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedRequest:
+class CheckedRequest(msgspec.Struct, frozen=True):
     """A request that can run, before anything has been computed."""
 
     outputs: OutputBuilder
@@ -122,13 +121,11 @@ class InputProcessor:
         adapter: KnownAdapter | None,
     ) -> CheckedRequest:
         checked = self.pooling.checked(prompt, params)
-        token_ids, key = list(checked.token_ids), _content_key(checked.cache_salt or params.cache_salt, adapter)
+        text, token_ids, salt = checked.text, list(checked.token_ids), checked.cache_salt or params.cache_salt
         pooling = self.pooling.wanted(checked.spec, len(token_ids), checked.token_type_ids)
         known = as_sampling_params(params.priority, params.tenant)
-        outputs = OutputBuilder(
-            request_id, token_ids, known, arrival_time, checked.text, pooling=pooling, adapter=adapter
-        )
-        return CheckedRequest(outputs, SampleOutput(known), key, adapter=adapter)
+        outputs = OutputBuilder(request_id, token_ids, known, arrival_time, text, pooling=pooling, adapter=adapter)
+        return CheckedRequest(outputs, SampleOutput(known), _content_key(salt, adapter), adapter=adapter)
 
     def check_generates(self) -> None:
         """Raise RequestError if the model pools, and cannot generate."""
@@ -241,9 +238,9 @@ class InputProcessor:
 
     def parse_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None, str]:
         """Return (text, token ids, salt). The caller passed one of the first two, or both; the other is None."""
-        cache_salt: Any = ""
         if isinstance(prompt, str):
             return prompt, None, ""
+        given: Any = None, prompt, ""
         if isinstance(prompt, dict | Mapping):  # the class alone first: it takes no call of Python
             unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
             if unknown or not prompt:
@@ -251,10 +248,8 @@ class InputProcessor:
                     "a prompt given as a dict has 'prompt' or 'prompt_token_ids', and 'cache_salt' if you like, "
                     f"not {sorted(map(str, prompt))}"
                 )
-            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            cache_salt = prompt.get("cache_salt", "")
-        else:
-            text, token_ids = None, prompt
+            given = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt", "")
+        text, token_ids, cache_salt = given
         try:
             check_text("cache_salt", cache_salt, MAX_SALT_LEN)
         except InvalidParamsError as error:

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from quire.common.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
@@ -21,8 +23,7 @@ if TYPE_CHECKING:
     from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
 
 
-@dataclass(slots=True, eq=False)
-class SampleOutput:
+class SampleOutput(msgspec.Struct, eq=False):
     """The output of one sample: its tokens, their text and log-probabilities, and how it ended."""
 
     params: SamplingParams
@@ -34,8 +35,8 @@ class SampleOutput:
     """One row for each of the tokens; None where no log-probabilities are wanted."""
     index: int = 0
     """Place of the sample in its request."""
-    token_ids: list[int] = field(default_factory=list)
-    accepted_drafts: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
+    accepted_drafts: list[int] = []
     """Places of the tokens that were drafts, ascending."""
     finish_reason: FinishReason | None = None
     """None while more tokens may come."""
@@ -44,7 +45,7 @@ class SampleOutput:
     """Number of tokens, and of characters of text, that deltas have contained."""
     has_emitted_end: bool = False
     """A delta has contained the finish reason."""
-    _end_token_ids: frozenset[int] = field(init=False)
+    _end_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if self.params.ignore_eos:
@@ -131,8 +132,10 @@ class OutputBuilder:
         """Return an output of the kind that the parameters ask for. The `completions`, a beam search's, replace those
         of the samples."""
         is_delta = self.params.output_kind == "delta"
-        if completions is None:
-            completions = self._completions(samples, is_delta)
+        if completions is None and self.params.ranks_samples:
+            completions = self._best(samples)
+        elif completions is None:
+            completions = [s.to_completion(delta=is_delta) for s in samples if not (is_delta and s.has_emitted_end)]
         output = self._output(completions, None not in [sample.finish_reason for sample in samples])
         output.num_cached_tokens, output.metrics = self.num_cached_tokens, self.metrics
         if self.scores is not None and not (is_delta and self.has_emitted_prompt):
@@ -155,11 +158,6 @@ class OutputBuilder:
             error=self.error,
             lora_request=self.lora_request,
         )
-
-    def _completions(self, samples: list[SampleOutput], is_delta: bool) -> list[CompletionOutput]:
-        if self.params.ranks_samples:
-            return self._best(samples)
-        return [sample.to_completion(delta=is_delta) for sample in samples if not (is_delta and sample.has_emitted_end)]
 
     def _best(self, samples: list[SampleOutput]) -> list[CompletionOutput]:
         """The `n` likeliest samples, best first, numbered in this order."""

@@ -29,7 +29,7 @@ MAX_TOKEN_TYPE = 2**15
 class PromptPooling:
     """What is to be made of a prompt's hidden states, and what was made of them."""
 
-    __slots__ = ("is_whole", "num_tokens", "result", "spec", "token_type_ids")
+    __slots__ = ("is_whole", "max_cached_tokens", "num_tokens", "result", "spec", "token_type_ids")
 
     def __init__(
         self, spec: PoolSpec, num_tokens: int, *, is_whole: bool, token_type_ids: tuple[int, ...] | None = None
@@ -38,25 +38,20 @@ class PromptPooling:
         self.num_tokens = num_tokens
         self.is_whole = is_whole
         """Whether the hidden states of all tokens are needed, which are not cached: so the prompt runs in one step."""
+        self.max_cached_tokens = 0 if is_whole else None
+        """The most tokens that may come from the prefix cache; None for any number."""
         self.token_type_ids = token_type_ids
         """For each token, which text of a pair it belongs to; None for 0."""
         self.result: Pooled | None = None
         """None until the prompt has been computed."""
 
-    @property
-    def max_cached_tokens(self) -> int | None:
-        """The most tokens that may come from the prefix cache; None for any number."""
-        return 0 if self.is_whole else None
-
-    def due(self, start: int, end: int) -> PooledRows | None:
-        """Return the rows to be pooled, if the tokens from position `start` to `end` are the prompt's last."""
+    def due(self, start: int, end: int) -> tuple[PooledRows | None, tuple[int, ...] | None]:
+        """Return the rows to be pooled, if the tokens from position `start` to `end` are the prompt's last, and the
+        token type ids of these tokens; None for 0."""
+        types = None if self.token_type_ids is None else self.token_type_ids[start:end]
         if end < self.num_tokens:
-            return None
-        return PooledRows(0, end, self.spec) if self.is_whole else PooledRows(end - 1 - start, 1, self.spec)
-
-    def types(self, start: int, end: int) -> tuple[int, ...] | None:
-        """Return the token type ids of the tokens from position `start` to `end`; None for 0."""
-        return None if self.token_type_ids is None else self.token_type_ids[start:end]
+            return None, types
+        return PooledRows(0, end, self.spec) if self.is_whole else PooledRows(end - 1 - start, 1, self.spec), types
 
 
 class CheckedPrompt(msgspec.Struct, frozen=True):

@@ -63,6 +63,7 @@ class Sequence:
         "needs_history",
         "num_computed_tokens",
         "num_prompt_tokens",
+        "num_samples",
         "num_served_tokens",
         "output",
         "pooling",
@@ -111,6 +112,8 @@ class Sequence:
         """Set how the next token is drawn: with several draws while the sequence stands for all samples of a prompt,
         with none if it is only scored."""
         self.draws = draws
+        self.num_samples = len(draws) or 1
+        """The sequences that it is, or will be once its prompt is computed."""
         self.needs_history = bool(draws) and any(draw.needs_history for draw in draws)
         self.drawn_rows = DrawnRows(draws, self.num_prompt_tokens) if draws else None
         """What the scheduler asks of the sequence's last row where that depends on no other tokens."""
@@ -255,7 +258,7 @@ class SequenceGroup:
         num_seqs = 0
         for seq in self.seqs:  # a loop, as in `is_finished`: each step asks several times
             if not seq.status.is_finished:
-                num_seqs += len(seq.draws) or 1
+                num_seqs += seq.num_samples
         return num_seqs
 
     @property

@@ -23,6 +23,7 @@ def scheduled_sequence(
     end = start + num_tokens
     is_last = end == len(token_ids)
     drawn = seq.drawn_rows if is_last else None
+    pooled, types = (None, None) if seq.pooling is None else seq.pooling.due(start, end)
     if drawn is not None and (drafts or seq.needs_history or seq.grammar is not None):
         drawn = _drawn_rows(seq, drafts)
         drafts = drafts[: drawn.num_rows - 1]
@@ -33,9 +34,9 @@ def scheduled_sequence(
         block_tables,
         drawn,
         None if seq.scores is None else seq.scores.due(start, end),
-        None if seq.pooling is None else seq.pooling.due(start, end),
+        pooled,
         adapter,
-        None if seq.pooling is None else seq.pooling.types(start, end),
+        types,
         ahead,
     )
 

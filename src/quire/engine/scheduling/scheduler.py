@@ -123,7 +123,7 @@ class Scheduler:
             requests.planning_group = group
             seq_drafts = drafts.get(seq.seq_id, ()) if drafts else ()
             adapter = -1 if group.adapter is None else self.adapters.slot(group)
-            tables, seq_ahead = block_tables(seq.seq_id), ahead.get(seq.seq_id)
+            tables, seq_ahead = block_tables(seq.seq_id), ahead.get(seq.seq_id) if ahead else None
             sequences.append(scheduled_sequence(seq, num_tokens, seq_drafts, tables, adapter, seq_ahead))
         requests.planning_group = None
         transfers = self.blocks.take_transfers(self.num_steps)
@@ -147,7 +147,7 @@ class Scheduler:
             for seq in group.seqs:
                 if seq.status is running:
                     num_decodes += len(seq.token_ids) - seq.num_computed_tokens == 1
-                    num_seqs += len(seq.draws) or 1
+                    num_seqs += seq.num_samples
                 elif seq.status is SequenceStatus.WAITING:
                     num_seqs += 1
         return num_decodes, num_seqs
@@ -165,9 +165,10 @@ class Scheduler:
     def _add_drafts(self, plan: StepPlan) -> None:
         """Have drafts verified with the tokens, rows and blocks that are left. Nothing is preempted for them, and new
         blocks are taken only if each other sequence can still have one more."""
-        config = self.config
-        most = min(plan.token_budget, config.max_num_seqs + config.max_draft_rows - plan.num_seqs)
-        if self.drafting is None or most <= 0 or not self.drafting.may_search:
+        if self.drafting is None or not self.drafting.may_search:
+            return
+        most = min(plan.token_budget, self.config.max_num_seqs + self.config.max_draft_rows - plan.num_seqs)
+        if most <= 0:
             return
         decodes = [(group, seq) for group, seq, num_tokens in plan.scheduled if takes_drafts(group, seq, num_tokens)]
         if not decodes:

@@ -1,13 +1,13 @@
 """A step while it is planned: the budgets that are left, and what has been scheduled."""
 
 from collections.abc import Set
-from dataclasses import dataclass, field
+
+import msgspec
 
 from quire.engine.requests.sequence import Sequence, SequenceGroup
 
 
-@dataclass(slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct):
     """Budgets that shrink as sequences are scheduled. The scheduler alone changes it, within one `schedule`."""
 
     token_budget: int
@@ -15,9 +15,9 @@ class StepPlan:
     """The part of the token budget that sequences with more than one token to compute may have."""
     num_seqs: int = 0
     """Sequences that run, or will once their prompts are computed."""
-    scheduled: list[tuple[SequenceGroup, Sequence, int]] = field(default_factory=list)
+    scheduled: list[tuple[SequenceGroup, Sequence, int]] = []
     """Each scheduled sequence with its request and its number of tokens, drafts not counted."""
-    drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    drafts: dict[int, tuple[int, ...]] = {}
     """By sequence id, the drafts that are verified behind its tokens."""
     only: Set[SequenceGroup] | None = None
     """The requests that may run; None for all."""

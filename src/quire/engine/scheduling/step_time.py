@@ -37,9 +37,10 @@ class StepTimeModel:
         """Learn that a step of `num_tokens` took `seconds`. A step without tokens is ignored."""
         if num_tokens < 1:
             return
-        seconds = max(seconds, _MIN_S)
-        if self._num_steps >= _NUM_TRUSTED:
-            seconds = min(seconds, _CLIP * self.predict(num_tokens))
+        seconds = seconds if seconds > _MIN_S else _MIN_S
+        most_s = _CLIP * (self.fixed_seconds + self._slope * num_tokens)
+        if self._num_steps >= _NUM_TRUSTED and seconds > most_s:
+            seconds = most_s
         self._num_steps += 1
         if num_tokens > self._most_tokens:
             self._most_tokens = num_tokens
@@ -53,7 +54,16 @@ class StepTimeModel:
         self._tokens_tokens = decay * self._tokens_tokens + share * tokens_off * tokens_off
         self._tokens_s = decay * self._tokens_s + share * tokens_off * s_off
         self._s_s = decay * self._s_s + share * s_off * s_off
-        self._slope = slope = self._fit()
+        # The slope is the mode under a normal prior, with the mean seconds per token as mean and deviation.
+        prior = self._mean_s / self._mean_tokens
+        explained = self._tokens_s**2 / self._tokens_tokens if self._tokens_tokens else 0.0
+        unexplained = self._s_s - explained
+        noise = unexplained / weight if unexplained > 0 else 0.0  # Variance of a step around the line.
+        pull = noise / prior**2
+        evidence = self._tokens_tokens + pull
+        slope = (self._tokens_s + pull * prior) / evidence if evidence else prior
+        least = _MIN_SLOPE * prior
+        self._slope = slope = least if slope < least else prior if slope > prior else slope
         fixed_s = self._mean_s - slope * self._mean_tokens
         self.fixed_seconds = fixed_s if fixed_s > 0 else 0.0
 
@@ -76,13 +86,3 @@ class StepTimeModel:
     def seconds_per_token(self) -> float:
         """The time of one more token; 0 before the first step, then positive."""
         return self._slope
-
-    def _fit(self) -> float:
-        """Return the mode of the slope under a normal prior, with the mean seconds per token as mean and deviation."""
-        prior = self._mean_s / self._mean_tokens
-        explained = self._tokens_s**2 / self._tokens_tokens if self._tokens_tokens else 0.0
-        noise = max(0.0, self._s_s - explained) / self._weight  # Variance of a step around the line.
-        pull = noise / prior**2
-        evidence = self._tokens_tokens + pull
-        slope = (self._tokens_s + pull * prior) / evidence if evidence else prior
-        return min(max(slope, _MIN_SLOPE * prior), prior)

@@ -2,7 +2,8 @@
 
 from bisect import insort
 from collections.abc import Set
-from dataclasses import dataclass, field
+
+import msgspec
 
 from quire.common.batch import Draw
 from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
@@ -10,15 +11,14 @@ from quire.engine.scheduling.policy import SchedulingPolicy
 from quire.kv.block_space_manager import BlockSpaceManager
 
 
-@dataclass(slots=True)
-class InFlight:
+class InFlight(msgspec.Struct):
     """A batch while it is planned, and then until `settle` or `revert` says what became of it."""
 
-    unsettled: list[tuple[SequenceGroup, Sequence]] = field(default_factory=list)
+    unsettled: list[tuple[SequenceGroup, Sequence]] = []
     """Sequences with blocks that hold the right content only once the batch has been executed."""
-    ended: list[str] = field(default_factory=list)
+    ended: list[str] = []
     """Ids of requests that ended while the batch was planned."""
-    scheduled: list[tuple[SequenceGroup, Sequence, int]] = field(default_factory=list)
+    scheduled: list[tuple[SequenceGroup, Sequence, int]] = []
     """The sequences that run in it, with their requests and their numbers of tokens."""
 
 
@@ -139,7 +139,8 @@ class UnfinishedRequests:
 
     def busy(self) -> Set[SequenceGroup]:
         """The requests of all batches in flight."""
-        return {group for step in self._in_flight.values() for group, _, _ in step.scheduled}
+        in_flight = self._in_flight
+        return {group for step in in_flight.values() for group, _, _ in step.scheduled} if in_flight else frozenset()
 
     def dispatch(self, step: int) -> None:
         """The step has been planned, and its batch is in flight from now on."""

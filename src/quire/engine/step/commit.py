@@ -107,8 +107,8 @@ class Committer:
             if seq.draws or seq.num_computed_tokens < len(seq.token_ids):
                 return False
             self._note_prompt(group, seq)
-            if (error := result.pool_errors.get(place)) is not None:
-                self._fail(group, f"request {group.request_id!r}: {error}")
+            if place in result.pool_errors:
+                self._fail(group, f"request {group.request_id!r}: {result.pool_errors[place]}")
             elif seq.pooling is not None:
                 seq.pooling.result = result.pooled[place]
                 self._finish(group, seq, SequenceStatus.FINISHED_STOPPED)

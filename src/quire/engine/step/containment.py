@@ -21,7 +21,7 @@ class Accounting:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, Exception):
+        if error is not None and isinstance(error, Exception):
             self.error = EngineBrokenError(f"internal accounting is inconsistent: {type(error).__name__}: {error}")
             raise self.error from error
 

@@ -72,7 +72,7 @@ class StepsInFlight:
     def take(self) -> None:
         """The oldest one has been executed, and is committed now."""
         self._batches.popleft()
-        self._num_submitted = max(0, self._num_submitted - 1)
+        self._num_submitted -= self._num_submitted > 0
 
     def revert(self) -> None:
         """Undo all plans: the oldest one's step has failed, or they are not to be executed any more."""

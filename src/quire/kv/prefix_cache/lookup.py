@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from quire.config.kv_cache import KVCacheConfig
 from quire.kv.managers.base import GroupManager
 from quire.kv.place import DEVICE, Place
@@ -20,8 +22,7 @@ Join = Callable[[int, int, int], Place | None]
 """(sequence, group, block index) -> the block, if it will be computed in the step being planned."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
+class PrefixHit(msgspec.Struct, frozen=True):
     """What a lookup found for a sequence. It is valid until blocks are next allocated or freed."""
 
     seq_id: int
