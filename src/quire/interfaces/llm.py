@@ -201,8 +201,8 @@ class LLM(EngineOwner):
         Prompts and errors are as for `generate`, but a prompt that is too long raises before any is computed.
         `pooling_task` and `truncate_prompt_tokens` replace parameters.
         """
-        given = {"task": pooling_task, "truncate_prompt_tokens": truncate_prompt_tokens}
-        return self._pool(VECTORS, prompts, pooling_params, given, use_tqdm, lora_request)
+        task, keep = pooling_task, truncate_prompt_tokens
+        return self._pool(VECTORS, prompts, pooling_params, task, keep, use_tqdm, lora_request)
 
     def embed(
         self,
@@ -214,8 +214,7 @@ class LLM(EngineOwner):
         lora_request: AnyAdapter | Sequence[AnyAdapter] = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of each text: `encode` with the task `embed`."""
-        given = {"task": "embed", "truncate_prompt_tokens": truncate_prompt_tokens}
-        return self._pool(EMBEDDINGS, prompts, pooling_params, given, use_tqdm, lora_request)
+        return self._pool(EMBEDDINGS, prompts, pooling_params, "embed", truncate_prompt_tokens, use_tqdm, lora_request)
 
     def classify(
         self,
@@ -226,7 +225,7 @@ class LLM(EngineOwner):
         lora_request: AnyAdapter | Sequence[AnyAdapter] = None,
     ) -> list[ClassificationRequestOutput]:
         """Return the probabilities of each text's classes: `encode` with the task `classify`."""
-        return self._pool(CLASSES, prompts, pooling_params, {"task": "classify"}, use_tqdm, lora_request)
+        return self._pool(CLASSES, prompts, pooling_params, "classify", None, use_tqdm, lora_request)
 
     def reward(
         self,
@@ -239,8 +238,7 @@ class LLM(EngineOwner):
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return a reward model's values: of each token if it has the task `token_classify`, otherwise of each text."""
         task: PoolingTask = "token_classify" if "token_classify" in self._pooler().tasks else "classify"
-        given = {"task": task, "truncate_prompt_tokens": truncate_prompt_tokens}
-        return self._pool(VECTORS, prompts, pooling_params, given, use_tqdm, lora_request)
+        return self._pool(VECTORS, prompts, pooling_params, task, truncate_prompt_tokens, use_tqdm, lora_request)
 
     def score(
         self,
@@ -259,14 +257,13 @@ class LLM(EngineOwner):
         `query` and a `document`. With an embedder the score is the cosine of their embeddings.
         """
         pairs = ScoredPairs.of(data_1, data_2)
-        given = {"task": "score", "truncate_prompt_tokens": truncate_prompt_tokens}
         if "score" in self._pooler().tasks:
             prompts = pairs.joined(self._engine.tokenizer, chat_template)
-            return self._pool(SCORES, prompts, pooling_params, given, use_tqdm, lora_request)
+            return self._pool(SCORES, prompts, pooling_params, "score", truncate_prompt_tokens, use_tqdm, lora_request)
         if chat_template is not None:
             raise InvalidParamsError("chat_template is for models that read both texts of a pair, and this one embeds")
-        texts, given["task"] = [*pairs.firsts, *pairs.seconds], "embed"
-        return pairs.by_cosine(self._pool(EMBEDDINGS, texts, pooling_params, given, use_tqdm, lora_request))
+        texts, keep = [*pairs.firsts, *pairs.seconds], truncate_prompt_tokens
+        return pairs.by_cosine(self._pool(EMBEDDINGS, texts, pooling_params, "embed", keep, use_tqdm, lora_request))
 
     def _pooler(self) -> PoolerInfo:
         """Return what the model can pool. Raises RequestError if it generates."""
@@ -279,14 +276,16 @@ class LLM(EngineOwner):
         kind: tuple[type[_Pooled], type[PoolingOutput]],
         prompts: Any,
         params: PoolingParams | Sequence[PoolingParams] | None,
-        given: Mapping[str, Any],
+        task: PoolingTask | None,
+        truncate_prompt_tokens: int | None,
         use_tqdm: BarChoice,
         lora_request: AnyAdapter | Sequence[AnyAdapter],
     ) -> list[_Pooled]:
-        """Run pooling requests; what is `given` and not None replaces values of the parameters."""
+        """Run pooling requests; task and tokens replace those of the parameters where they are not None."""
         self._pooler()
         listed, alone = listed_prompts(prompts)
-        wanted, adapters = pooling_params(params, given, len(listed)), adapters_of(lora_request, len(listed))
+        wanted = pooling_params(params, task, truncate_prompt_tokens, len(listed))
+        adapters = adapters_of(lora_request, len(listed))
         pooled = run_pooling(self._engine, self._request_ids, listed, wanted, adapters, alone=alone, use_tqdm=use_tqdm)
         return [pooling_output(output, *kind) for output in pooled]
 

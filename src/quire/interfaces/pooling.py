@@ -104,21 +104,13 @@ def may_be_too_long(inputs: PoolingInputs, prompt: Any) -> bool:
     if inputs.info is None:
         return True
     room = min(inputs.max_tokens, inputs.info.max_whole_tokens) - _SPECIAL_TOKENS
-    for text in prompt if isinstance(prompt, tuple) else (_text(prompt),):
+    if not isinstance(prompt, str) and isinstance(prompt, Mapping) and prompt.keys() <= {"prompt", "cache_salt"}:
+        prompt = prompt.get("prompt")
+    for text in prompt if isinstance(prompt, tuple) else (prompt,):
         if not isinstance(text, str):
             return True
         room -= len(text) if text.isascii() else _EXPANSION * len(text)
     return room < 0
-
-
-def _text(prompt: Any) -> str | None:
-    """Return the text of a prompt that must be tokenized; None for others, which are checked later."""
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Mapping) and prompt.keys() <= {"prompt", "cache_salt"}:
-        text = prompt.get("prompt")
-        return text if isinstance(text, str) else None
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,13 +184,17 @@ def _params_of(task: PoolingTask | None) -> PoolingParams:
     return PoolingParams(task=task)
 
 
-def pooling_params(given: Any, replaced: Mapping[str, Any], num_prompts: int) -> list[PoolingParams]:
-    """Return the parameters of each prompt, with those values of `replaced` that are not None. Raises
+def pooling_params(
+    given: Any, task: PoolingTask | None, truncate_prompt_tokens: int | None, num_prompts: int
+) -> list[PoolingParams]:
+    """Return the parameters of each prompt, with the task and the tokens to keep where they are not None. Raises
     InvalidParamsError if their number is another, or their task."""
-    values = {name: value for name, value in replaced.items() if value is not None}
-    task = values.get("task")
+    if given is None and truncate_prompt_tokens is None:
+        return [_params_of(task)] * num_prompts
     if given is None:
-        return [PoolingParams(**values) if len(values) > (task is not None) else _params_of(task)] * num_prompts
+        return [PoolingParams(task=task, truncate_prompt_tokens=truncate_prompt_tokens)] * num_prompts
+    replaced = {"task": task, "truncate_prompt_tokens": truncate_prompt_tokens}
+    values = {name: value for name, value in replaced.items() if value is not None}
     listed = given if isinstance(given, Sequence) else [given]
     for params in listed:
         if check_pooling_params(params).task not in (None, task) and task is not None:

@@ -170,7 +170,7 @@ class TokenizedFeed:
 
 def request_ids() -> Iterator[str]:
     """Yield the ids of an LLM's requests."""
-    return (f"llm-{i}" for i in itertools.count())
+    return map("llm-{}".format, itertools.count())
 
 
 def run_pooling(

@@ -340,7 +340,9 @@ class BlockSpaceManager:
             self.prefixes.withdraw(seq_id, blocks, blocks.num_full, blocks.num_announced)
 
     def forget(self, seq_id: int) -> None:
-        """Forget a sequence that has ended."""
+        """Free the blocks of a sequence that has ended, if it has any, and forget it."""
+        if seq_id in self._sequences:
+            self.free(seq_id)
         if self.prefixes is not None:
             self.prefixes.forget(seq_id)
 

@@ -188,7 +188,7 @@ class InputProcessor:
         if keeps_start and cuts:
             return text[: max(_PIECE_CHARS, most)]
         text = text[-most:]
-        is_usual = len(text) <= max(_PIECE_CHARS, _USUAL_CHARS * limit)
+        is_usual = len(text) <= _PIECE_CHARS or len(text) <= _USUAL_CHARS * limit
         for end in range(0 if is_usual else len(text), 0, -_PIECE_CHARS):
             start = max(0, end - _PIECE_CHARS)
             num_tokens += len(self.tokenizer.encode(text[start:end], add_special_tokens=False)) - _BORDER_TOKENS

@@ -75,15 +75,12 @@ class PoolingInputs:
         self.info = info
         self.max_tokens = inputs.model.max_model_len
 
-    def spec(self, params: PoolingParams) -> PoolSpec:
-        """Return what these parameters ask of the pooler. Raises RequestError if it cannot do that."""
+    def check_params(self, params: PoolingParams) -> PoolSpec:
+        """Return what these parameters ask of the pooler. Raises RequestError if this model cannot do that."""
         if self.info is None:
             raise RequestError(CANNOT_POOL)
-        return _spec(self.info, params.task, params.dimensions, params.normalize, params.use_activation)
-
-    def check_params(self, params: PoolingParams) -> PoolSpec:
-        """As `spec`, and check the rest of what depends on the model."""
-        spec, keep = self.spec(params), params.truncate_prompt_tokens
+        spec = _spec(self.info, params.task, params.dimensions, params.normalize, params.use_activation)
+        keep = params.truncate_prompt_tokens
         if keep is not None and keep > self.max_tokens:
             raise InvalidParamsError(
                 f"truncate_prompt_tokens={keep}: this model takes at most {self.max_tokens} tokens"

@@ -96,8 +96,9 @@ class LoadedAdapters:
     def begin_step(self) -> None:
         """Requests may start in another step. Claims of the last one are forgotten."""
         self._num_steps += 1
-        self._claimed.clear()
-        self.waiting.clear()
+        if self.waiting:
+            self._claimed.clear()
+            self.waiting.clear()
 
     def admit(self, group: SequenceGroup) -> bool:
         """Whether the request may start: its adapter is in a slot, into which this call has loaded it if need be.

@@ -84,15 +84,18 @@ class UnfinishedRequests:
         self.note("forked", group)
         return child
 
-    def finish(self, group: SequenceGroup, seq: Sequence) -> None:
-        """Free the blocks of a sequence that has finished or is dropped; end the request with its last sequence."""
+    def finish(self, group: SequenceGroup, seq: Sequence) -> bool:
+        """Free the blocks of a sequence that has finished or is dropped; end the request with its last sequence.
+        Returns whether it has ended."""
         if seq.seq_id in self.blocks:
             self.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
         self._forget(seq)
-        if group.is_finished:
-            self.running.remove(group)
-            self.policy.forget(group)
-            self.note("finished", group)
+        if not group.is_finished:
+            return False
+        self.running.remove(group)
+        self.policy.forget(group)
+        self.note("finished", group)
+        return True
 
     def remove(self, group: SequenceGroup) -> None:
         """Forget an unfinished request and free its blocks. Its status stays."""
@@ -107,8 +110,6 @@ class UnfinishedRequests:
         self.note("finished", group)
 
     def _forget(self, seq: Sequence) -> None:
-        if seq.seq_id in self.blocks:
-            self.blocks.free(seq.seq_id)
         self.blocks.forget(seq.seq_id)
         del self.owners[seq.seq_id]
 

@@ -204,8 +204,7 @@ class Committer:
     def _finish(self, group: SequenceGroup, seq: Sequence, status: SequenceStatus) -> None:
         seq.finish(status)
         seq.num_computed_tokens = min(seq.num_computed_tokens, len(seq.token_ids))  # drafts behind a stop are dropped
-        if group.is_finished:
-            group.metrics.finished_time = self.clock()
         if self.drafting is not None:
             self.drafting.finish(group, seq)
-        self.requests.finish(group, seq)
+        if self.requests.finish(group, seq):
+            group.metrics.finished_time = self.clock()
