@@ -95,6 +95,17 @@ def test_texts_and_pairs_are_tokenized_together_and_errors_take_their_places(doo
         assert door.run(door.encode(prompt)).finished
 
 
+def test_a_prompt_that_was_made_for_other_parameters_is_checked_again(door: PoolingDoor) -> None:
+    params = PoolingParams(task="embed")
+    pair, salted = door.run(door.llm.pooling_prompts([("a", "b"), {"prompt": "a", "cache_salt": "s"}], params))
+    params.truncate_prompt_tokens = 1
+    assert door.run(door.encode(pair)).prompt_token_ids == pair.token_ids
+    (cut,) = door.run(door.llm.encode_many([pair], params, [door.new_id()]))
+    assert cut.prompt_token_ids == pair.token_ids[-1:]
+    with pytest.raises(InvalidParamsError, match="they differ"):
+        door.run(door.encode(salted, cache_salt="t"))
+
+
 def test_what_is_wrong_is_refused_before_it_is_sent(door: PoolingDoor) -> None:
     with pytest.raises(PromptTooLongError):
         door.run(door.encode("word " * 100))

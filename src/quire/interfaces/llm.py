@@ -277,15 +277,14 @@ class LLM(EngineOwner):
         prompts: Any,
         params: PoolingParams | Sequence[PoolingParams] | None,
         task: PoolingTask | None,
-        truncate_prompt_tokens: int | None,
+        keep: int | None,
         use_tqdm: BarChoice,
         lora_request: AnyAdapter | Sequence[AnyAdapter],
     ) -> list[_Pooled]:
-        """Run pooling requests; task and tokens replace those of the parameters where they are not None."""
+        """Run pooling requests; the task and `keep`, a truncate_prompt_tokens, replace parameters if not None."""
         self._pooler()
         listed, alone = listed_prompts(prompts)
-        wanted = pooling_params(params, task, truncate_prompt_tokens, len(listed))
-        adapters = adapters_of(lora_request, len(listed))
+        wanted, adapters = pooling_params(params, task, keep, len(listed)), adapters_of(lora_request, len(listed))
         pooled = run_pooling(self._engine, self._request_ids, listed, wanted, adapters, alone=alone, use_tqdm=use_tqdm)
         return [pooling_output(output, *kind) for output in pooled]
 

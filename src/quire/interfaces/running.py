@@ -190,9 +190,8 @@ def run_pooling(
 
     def tokenize(places: Sequence[int]) -> list[Tokenized]:
         found: list[Tokenized] = []
-        for _, run in itertools.groupby(places, key=params.__getitem__):
-            piece = list(run)
-            found += tokenized(inputs, [prompts[place] for place in piece], params[piece[0]])
+        for each, piece in itertools.groupby(places, key=params.__getitem__):
+            found += tokenized(inputs, [prompts[place] for place in piece], each)
         return found
 
     long = [i for i, p in enumerate(params) if p.truncate_prompt_tokens is None and may_be_too_long(inputs, prompts[i])]

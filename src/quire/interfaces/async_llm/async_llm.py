@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -197,12 +198,12 @@ class AsyncLLM:
     async def pooling_prompts(
         self, given: Sequence[Prompt | Pair], pooling_params: PoolingParams, *, add_special_tokens: bool = True
     ) -> list[Tokenized]:
-        """Return prompts for `encode`: texts, and pairs of texts for a cross-encoder, become token ids, cut as the
-        parameters say. In the place of one that is wrong is its error.
+        """Return prompts for `encode`: texts, and pairs of texts for a cross-encoder, become token ids, cut and checked
+        as the parameters say, again only if `encode` is given others. In the place of one that is wrong is its error.
 
         Many texts are tokenized in a thread, a few at a time, so that other requests are served meanwhile.
         """
-        params, made = check_pooling_params(pooling_params), list[Tokenized]()
+        params, made = copy(check_pooling_params(pooling_params)), list[Tokenized]()  # the caller may change its own
         await self.start()
         for start in range(0, len(given), PIECE):
             piece = given[start : start + PIECE]
