@@ -29,7 +29,7 @@ def make_weight(format: str, n: int, k: int, scale_range: int) -> PackedWeight |
         return kernels.quantize_weight(torch.randn(n, k).bfloat16(), format)
     if format in kernels.BLOCK_FORMATS:
         elements, num_bytes = kernels.block_size(format)
-        finite = torch.randint(0, 256, (n, k // elements * num_bytes), dtype=torch.uint8) & 0x3B
+        finite = torch.randint(0, 256, (n, k // elements * num_bytes), dtype=torch.uint8) & 0x3B | 0x40
         return kernels.pack_blocks(finite, k, torch.bfloat16, format)
     bits, scales, *has_zeros = format[1:].split("_")
     integers = torch.randint(0, 2 ** int(bits), (n, k), dtype=torch.uint8)
