@@ -197,7 +197,7 @@ static void subtract_mins(const char* rows, int64_t num_rows, const PanelReader&
                           const char* panel, float* sums) {
   alignas(64) float scales[kPieceGroups * kPanelColumns], mins[kPieceGroups * kPanelColumns];
   alignas(64) float minuses[kMostStreamedRows * kPanelColumns] = {};
-  const bool has_stored = reader.stored_scales(panel).numbers != nullptr;
+  const bool has_stored = reader.stored_scales_beside_mins(panel).numbers != nullptr;
   const int64_t field_bytes = reader.integers_at / layout.groups, height = smaller(num_rows, kMostMinRowsAtOnce);
   const char* line = panel + reader.shape.panel_bytes() + kBytesAheadOfBlocks;
   for (int64_t first = 0; first < layout.groups; first += kPieceGroups) {

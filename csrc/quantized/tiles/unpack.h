@@ -177,9 +177,14 @@ struct PanelReader {
     const bool is_half = kHasHalves && format.scale == Number::kHalf;
     const bool is_read = is_half || (format.scale == Number::kBFloat && (kHasHalves || format.min == Number::kNone));
     const bool is_even = (groups_per_number & (groups_per_number - 1)) == 0 && (kHasHalves || groups_per_number == 1);
-    if (!is_read || !is_even || format.min == Number::kZeroPoint) return {};
+    if (!is_read || !is_even) return {};
     return {panel, format.has_steps ? panel + steps_at : nullptr, is_half,
             __builtin_ctzll(uint64_t(groups_per_number))};
+  }
+
+  // The same where mins are read with the scales: those of zero points are made of them.
+  QUIRE_MEMBER StoredScales stored_scales_beside_mins(const char* panel) const {
+    return shape.format.min == Number::kZeroPoint ? StoredScales{} : stored_scales(panel);
   }
 
   // The units of blocks [begin, end) of fewer than 8 bits with a byte for each integer -> piece. What lies `ahead`
