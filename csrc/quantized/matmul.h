@@ -225,7 +225,7 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
   if (layout.has_mins) {
     for (int64_t i = 0; i < num_sums; i += W) store(minuses + i, set1(0));
   }
-  const StoredScales stored_scales = reader.stored_scales_beside_mins(panel);
+  const StoredScales stored_scales = reader.stored_scales(panel, true);
   // Integers are unpacked for all rows, or by the tiles.
   const bool is_unpacked = !is_read_as_stored(reader, num_rows);
   const int64_t piece_groups = layout.group > kPieceK ? 1 : kPieceK / layout.group;

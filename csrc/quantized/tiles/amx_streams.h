@@ -197,7 +197,7 @@ static void subtract_mins(const char* rows, int64_t num_rows, const PanelReader&
                           const char* panel, float* sums) {
   alignas(64) float scales[kPieceGroups * kPanelColumns], mins[kPieceGroups * kPanelColumns];
   alignas(64) float minuses[kMostStreamedRows * kPanelColumns] = {};
-  const bool has_stored = reader.stored_scales_beside_mins(panel).numbers != nullptr;
+  const bool has_stored = reader.stored_scales(panel, true).numbers != nullptr;
   const int64_t field_bytes = reader.integers_at / layout.groups, height = smaller(num_rows, kMostMinRowsAtOnce);
   const char* line = panel + reader.shape.panel_bytes() + kBytesAheadOfBlocks;
   for (int64_t first = 0; first < layout.groups; first += kPieceGroups) {
@@ -220,7 +220,7 @@ static void stream_panel(Tiles& tiles, const char* rows, int64_t num_rows, const
                          const QuantizedRow& layout, const char* panel, const PanelOut& out, float* sums) {
   alignas(64) char places[StreamedBlocks::kPlaces * StreamedBlocks::kBytes];
   alignas(64) float scales[kPieceGroups * kPanelColumns], mins[kPieceGroups * kPanelColumns];
-  const StoredScales stored_scales = reader.stored_scales(panel);
+  const StoredScales stored_scales = reader.stored_scales(panel, false);
   const int64_t piece_groups = stored_scales.numbers != nullptr ? layout.groups : kPieceGroups;
   const int64_t stored_bytes = reader.shape.block_bytes() * layout.group / QuantizedShape::kBlock;
   const int64_t line_bytes = layout.has_mins ? stored_bytes : reader.shape.panel_bytes() / layout.groups;

@@ -195,7 +195,7 @@ static void finish_few_rows(const ProductOut& to, int64_t row, int64_t rows, int
 static void multiply_few_rows(const char* rows, int64_t num_rows, const PanelReader& reader, const QuantizedRow& layout,
                               const char* panel, const PanelOut& out, float* sums) {
   alignas(64) float scales[kPieceGroups * kPanelColumns], mins[kPieceGroups * kPanelColumns];
-  const StoredScales stored_scales = reader.stored_scales(panel);
+  const StoredScales stored_scales = reader.stored_scales(panel, false);
   const int64_t piece_groups = stored_scales.numbers != nullptr ? layout.groups : kPieceGroups;
   const QuantizedShape& shape = reader.shape;
   const char* units = panel + reader.integers_at;

@@ -170,21 +170,17 @@ struct PanelReader {
   // Whether tiles multiply by integers as they are stored, in whatever number of rows.
   QUIRE_MEMBER bool is_plain() const { return has_plain_halves() || shape.format.bits == 8; }
 
-  // The scales as they are stored, where making a group's takes a few operations; else without numbers.
-  QUIRE_MEMBER StoredScales stored_scales(const char* panel) const {
+  // The scales as they are stored, where making a group's takes a few operations; else without numbers. So are those
+  // that mins are made of, if these are read as well.
+  QUIRE_MEMBER StoredScales stored_scales(const char* panel, bool reads_mins) const {
     const QuantizedFormat& format = shape.format;
     const int64_t groups_per_number = format.base_group / format.group;
     const bool is_half = kHasHalves && format.scale == Number::kHalf;
     const bool is_read = is_half || (format.scale == Number::kBFloat && (kHasHalves || format.min == Number::kNone));
     const bool is_even = (groups_per_number & (groups_per_number - 1)) == 0 && (kHasHalves || groups_per_number == 1);
-    if (!is_read || !is_even) return {};
+    if (!is_read || !is_even || (reads_mins && format.min == Number::kZeroPoint)) return {};
     return {panel, format.has_steps ? panel + steps_at : nullptr, is_half,
             __builtin_ctzll(uint64_t(groups_per_number))};
-  }
-
-  // The same where mins are read with the scales: those of zero points are made of them.
-  QUIRE_MEMBER StoredScales stored_scales_beside_mins(const char* panel) const {
-    return shape.format.min == Number::kZeroPoint ? StoredScales{} : stored_scales(panel);
   }
 
   // The units of blocks [begin, end) of fewer than 8 bits with a byte for each integer -> piece. What lies `ahead`
