@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from quire import kernels
@@ -118,20 +118,23 @@ def test_what_lies_in_a_workspace_does_not_leak_into_padding(isa, format, dtype,
 def test_every_variant_makes_the_references_integers_and_scales(isa, format, data):
     n, k = data.draw(st.integers(1, 70), "n"), data.draw(st.integers(1, 200), "k")
     dtype, seed = data.draw(st.sampled_from(DTYPES), "dtype"), data.draw(st.integers(0, 1000), "seed")
-    # Not so small that denormals come of it: where the processor rounds to bfloat16, it makes them zero.
     weight = randn(n, k, seed=seed) * 10.0 ** data.draw(st.integers(-26, 28), "magnitude")
     for column, power in data.draw(st.dictionaries(st.integers(0, k - 1), st.integers(-6, 6)), "far columns").items():
         weight[:, column] *= 10.0**power
     weight = weight.to(dtype)
     integers, scales, factors = reference.quantize_weight(weight, format)
+    with using(ISAS[-1]):
+        last = kernels.quantize_weight(weight, format)
     with using(isa):
         packed = kernels.quantize_weight(weight, format)
+        assert torch.equal(packed.data, last.data)
+        assert packed.nbytes == kernels.quantized_bytes(n, k, format)
         expected = (integers * scales[..., None]).flatten(1)[:, :k]
         expected = (expected if factors is None else reference_rotation.rotate_back(expected, factors)).to(dtype)
+        # Where the processor rounds to bfloat16, it makes denormals zero; differences of small weights may be some.
+        is_denormal = (expected != 0) & (expected.abs() < torch.finfo(dtype).tiny)
+        assume(dtype is torch.float32 or not is_denormal.any())
         assert torch.equal(dequantize(packed), expected)
-        assert packed.nbytes == kernels.quantized_bytes(n, k, format)
-    with using(ISAS[-1]):
-        assert torch.equal(kernels.quantize_weight(weight, format).data, packed.data)
 
 
 @needs_native
