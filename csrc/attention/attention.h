@@ -9,12 +9,11 @@
 
 #include <cstring>
 
-#include "attention/latents.h"
 #include "attention/look_ahead.h"
 #include "attention/plan.h"
 #include "attention/queries.h"
 #include "attention/short_texts.h"
-#include "attention/tiles/amx.h"
+#include "attention/tiles/amx_latents.h"
 #include "attention/tiles/tile.h"
 #include "isa/rows.h"
 #include "isa/simd.h"
@@ -101,10 +100,10 @@ class AttentionTask {
   }
 
   // Whether products are computed on tiles, which depends on the layer alone.
-  bool uses_tiles() const { return kHasTiles && !a_.has_latents() && a_.head_dim % 32 == 0; }
+  bool uses_tiles() const { return kHasTiles && a_.head_dim % 32 == 0 && a_.value_dim % 32 == 0; }
 
   // Whether scores of tiles get their scale with the softmax: where nothing else is done to them before.
-  bool scales_late() const { return uses_tiles() && !a_.changes_scores() && a_.scale > 0; }
+  bool scales_late() const { return uses_tiles() && !a_.has_latents() && !a_.changes_scores() && a_.scale > 0; }
   float late_scale() const { return scales_late() ? a_.scale * kLog2E : 1.0f; }
 
   typename Lane::Query* query(int64_t r) const {
@@ -232,10 +231,10 @@ class AttentionTask {
     };
     const auto fetch = [&](int64_t row) { return row == begin_row ? ahead : nullptr; };
     if constexpr (!kInt8) {
-      if (a_.has_latents()) score_latents(a_, s_, tile, begin_row, end_row, ahead);
+      if (a_.has_latents()) score_latents(a_, s_, tiles_, tile, begin_row, end_row, uses_tiles(), ahead);
     }
     if constexpr (kHasTiles) {
-      if (uses_tiles())
+      if (uses_tiles() && !a_.has_latents())
         score_on_tiles(a_, s_, tiles_, tile, begin_row, end_row, query(begin_row), !scales_late(), ahead);
     }
     for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
@@ -265,14 +264,15 @@ class AttentionTask {
       }
       if constexpr (kInt8) quantize_probs(tile, a_.head_dim, rows, scores(row), vector, vectors_end, s_.steps + row);
     });
-    if constexpr (!kInt8) {
-      if (a_.has_latents()) return add_latents(a_, s_, tile, begin_row, end_row, state.rows);
-    }
     if constexpr (kHasTiles) {
-      if (uses_tiles()) {
-        for (int64_t b = begin; b < end; ++b) clear_unseen(s_, tile, begin_row, end_row, row_of(b), row_of(b + 1));
-        return add_on_tiles(a_, s_, tiles_, tile, begin_row, end_row, state.rows);
+      const auto clear = [&](int64_t b) { clear_unseen(s_, tile, begin_row, end_row, row_of(b), row_of(b + 1)); };
+      for (int64_t b = begin; uses_tiles() && b < end; ++b) clear(b);
+      if (uses_tiles() && !a_.has_latents()) {
+        return add_on_tiles(a_, s_, tiles_, tile, begin_row, end_row, 0, a_.value_dim, state.rows);
       }
+    }
+    if constexpr (!kInt8) {
+      if (a_.has_latents()) return add_latents(a_, s_, tiles_, tile, begin_row, end_row, uses_tiles(), state.rows);
     }
     for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
       with_rows<kMostAttentionRows>(rows, [&]<int R>() {

@@ -29,6 +29,12 @@ def main() -> None:
         starts, lengths = torch.tensor([0, query_len]).int(), torch.tensor([query_len + 77]).int()
         table = torch.randperm(30, generator=torch.Generator().manual_seed(1)).int()[None]
         _show(f"{head_dim} x {query_len}", kernels.paged_attention(query, keys, values, starts, lengths, table, 0.1))
+    for num_heads, query_len, block_size in ((16, 1, 16), (3, 20, 16), (20, 5, 12)):
+        cache, query = randn(20, block_size, 96, seed=num_heads).bfloat16(), randn(query_len, num_heads, 96).bfloat16()
+        starts, lengths = torch.tensor([0, query_len]).int(), torch.tensor([query_len + 140]).int()
+        table = torch.randperm(20, generator=torch.Generator().manual_seed(1)).int()[None]
+        latents = kernels.latent_attention(query, cache, starts, lengths, table, 64, 0.1)
+        _show(f"latents of {block_size}, {num_heads} x {query_len}", latents)
 
 
 def _show(name: str, tensor: torch.Tensor) -> None:

@@ -95,14 +95,16 @@ static void clear_unseen(const AttentionScratch& scratch, const KeyTile<bf16>& t
   }
 }
 
-// As add_values, of rows [first_row, end_row) of a state, all dimensions, and values that are staged for whole steps.
+// As add_values, of rows [first_row, end_row) of a state and dimensions [first_dim, end_dim), of which values are
+// staged for whole steps.
 static void add_on_tiles(const AttentionArgs& args, const AttentionScratch& scratch, Tiles& tiles,
-                         const KeyTile<bf16>& tile, int64_t first_row, int64_t end_row, float* state) {
+                         const KeyTile<bf16>& tile, int64_t first_row, int64_t end_row, int64_t first_dim,
+                         int64_t end_dim, float* state) {
   const KeyRange keys = seen_by(scratch, tile, first_row, end_row);
   if (keys.first >= keys.last) return;
-  const int64_t rows = end_row - first_row, row_stride = args.row_stride, value_dim = args.value_dim;
+  const int64_t rows = end_row - first_row, row_stride = args.row_stride, dims = end_dim - first_dim;
   const float *staged = scratch.values, *probs = scratch.scores, *decay = scratch.decay + first_row;
-  float* out = state + first_row * row_stride;
+  float* out = state + first_row * row_stride + first_dim;
   const bf16* type = nullptr;
   const int64_t stride = row_stride * int64_t(sizeof(float));
   constexpr int64_t kProbStride = kTileKeys * sizeof(float);
@@ -111,11 +113,11 @@ static void add_on_tiles(const AttentionArgs& args, const AttentionScratch& scra
     if (decay[r] == 1.0f) continue;
     const f32 factor = set1(decay[r]);
     float* sums = out + r * row_stride;
-    for (int64_t dim = 0; dim < value_dim; dim += W) store(sums + dim, load(sums + dim) * factor);
+    for (int64_t dim = 0; dim < dims; dim += W) store(sums + dim, load(sums + dim) * factor);
   }
   tiles.configure(rows);
   float* second = out + kAmxRows * row_stride;
-  for (int64_t dim = 0; dim < value_dim; dim += 2 * W) {
+  for (int64_t dim = 0; dim < dims; dim += 2 * W) {
     load_tile<0>(out + dim, stride);
     load_tile<1>(out + dim + W, stride);
     if (rows > kAmxRows) {
