@@ -66,7 +66,7 @@ _KINDS = {
     "latent": ModelKind(
         "latent",
         f"{_STORED}; `kv_b_proj` plain",
-        "attention, without AMX: bfloat16 0.56 (eight prompts 0.78), float32 0.27 to 0.69; with AMX: bfloat16 0.47 to "
+        "attention, without AMX: bfloat16 0.56 (eight prompts 0.78), float32 0.27 to 0.69; with AMX: bfloat16 0.45 to "
         "0.53; `quire bench attention`",
     ),
     "encoders": ModelKind("encoder", _OWN, "bfloat16 0.66, int8 0.45: 256 texts, `python -m benchmarks embeddings`"),
