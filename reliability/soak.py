@@ -49,6 +49,9 @@ _LEAVING = 0.45
 _INJECTED = "BufferError"
 """The type of injected errors, which nothing else raises: a request that the log names with it failed by injection."""
 _REQUEST_LIMIT_S = 120.0
+_PASSES_TO_START = 100
+"""Outputs of kernels that get their memory before faults begin: an engine needs 50 to start, without which no server
+can serve."""
 _SHARED = "All of these requests begin with the same words, whose blocks they share. " * 3
 _PLACES = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
 _WRONG: list[tuple[str, object]] = [
@@ -280,7 +283,13 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run the server and the clients, and return the result as one row."""
     environment = plant(options.plant_leak, folder) if options.plant_leak else {}
     faults = [
-        Fault(point, error=_INJECTED, times=None, probability=options.fault_probability)
+        Fault(
+            point,
+            error=_INJECTED,
+            after=_PASSES_TO_START if point == "memory.workspace" else 0,
+            times=None,
+            probability=options.fault_probability,
+        )
         for point in sorted((OWN | COMMON) - {"memory.native"})
     ]
     environment |= fault_environment(*faults)
