@@ -25,8 +25,9 @@ constexpr int64_t kItemsPerThread = 4;
 // Query rows that share one pass over the keys of a text without a cache, which each item makes into lanes for itself:
 // more than kItemRows, where there are enough of them for all threads.
 constexpr int64_t kTextItemRows = 384;
-// Runs of items, in each of which the first keys of an item are fetched during the one before.
-constexpr int64_t kTasksPerThread = 6;
+// Runs of items, in each of which the first keys of an item are fetched during the one before. Fewer where each would
+// take less than a microsecond or two.
+constexpr int64_t kTasksPerThread = 6, kTaskWork = 1 << 16;
 // Keys and values of a tile: with those fetched for the next two they fit into a common second-level cache.
 constexpr int64_t kTileBytes = 128 * 1024;
 
@@ -87,14 +88,29 @@ AttentionScratch thread_scratch(DType dtype, const AttentionArgs& args, int64_t 
           .end_keys = state.positions.data() + 2 * rows};
 }
 
-// The work of one call, in arrays that the calling thread keeps from call to call.
+// What a plan is made of: equal ones make equal plans.
+struct PlanKey {
+  AttentionArgs args;  // but for where keys, values and queries lie
+  DType dtype;
+  int64_t threads;  // 0: of no call
+  bool are_awake;
+  std::vector<int32_t> numbers;  // query_start, seq_lens and the blocks of each sequence
+
+  bool operator==(const PlanKey&) const = default;
+};
+
+// The work of a call, in arrays that the calling thread keeps from call to call.
 struct Plan {
+  PlanKey key = {};
   std::vector<AttentionItem> items;
   std::vector<AttentionItem> split;  // the items whose sections were spread over several others
   std::vector<int64_t> tasks;        // first item of each task, and the number of items
   FloatBuffer partials;
   int64_t partial_floats = 0;
-  int64_t work = 0;  // sum of the items' costs
+  int64_t work = 0;           // sum of the items' costs
+  int64_t task_cost = 0;      // from which on a task is large enough
+  int64_t rows = 0;           // the most of an item
+  int64_t sections_read = 0;  // once for each key/value head
 };
 
 [[noreturn]] void refuse(int64_t seq, const std::string& what) {
@@ -140,13 +156,30 @@ void check_terms(const RelativeTerms& relative) {
 }
 
 void check(const AttentionArgs& args) {
-  if (args.relative.term != nullptr) check_terms(args.relative);
   for (int64_t s = 0; s < args.num_seqs; ++s) check_sequence(args, s);
   if (args.query_start[0] != 0 || args.query_start[args.num_seqs] != args.num_tokens) {
     throw std::invalid_argument("paged_attention: query_start must run from 0 to the number of query tokens, " +
                                 std::to_string(args.num_tokens) + "; it runs from " +
                                 std::to_string(args.query_start[0]) + " to " +
                                 std::to_string(args.query_start[args.num_seqs]));
+  }
+}
+
+// Of arguments that may be wrong.
+void describe(DType dtype, const AttentionArgs& args, PlanKey& key) {
+  key.args = args;
+  key.args.query = key.args.k_cache = key.args.v_cache = nullptr;
+  key.args.query_start = key.args.seq_lens = nullptr;
+  key.args.out = nullptr;
+  key.dtype = dtype;
+  key.threads = num_threads();
+  key.are_awake = workers_are_awake();
+  key.numbers.assign(args.query_start, args.query_start + args.num_seqs + 1);
+  key.numbers.insert(key.numbers.end(), args.seq_lens, args.seq_lens + args.num_seqs);
+  for (int64_t s = 0; args.block_tables != nullptr && s < args.num_seqs; ++s) {
+    const int64_t blocks = (args.seq_lens[s] + args.block_size - 1) / args.block_size;
+    const int32_t* table = args.block_tables + s * args.table_stride;
+    key.numbers.insert(key.numbers.end(), table, table + std::clamp<int64_t>(blocks, 0, args.table_width));
   }
 }
 
@@ -296,50 +329,58 @@ void split_items(const AttentionArgs& args, int64_t limit, Plan& plan) {
   }
 }
 
+void make_plan(DType dtype, const AttentionArgs& args, const PlanKey& key, Plan& plan) {
+  check(args);
+  plan.items.clear();
+  plan.split.clear();
+  plan.partial_floats = plan.work = plan.sections_read = 0;
+  const int64_t group = args.num_heads / args.num_kv_heads, threads = key.threads;
+  const bool is_of_many = args.num_tokens * args.num_heads >= kItemsPerThread * threads * kTextItemRows;
+  const int64_t item_rows = args.block_tables == nullptr && is_of_many ? kTextItemRows : kItemRows;
+  const int64_t tokens_per_item = std::max<int64_t>(1, item_rows / group);
+  plan.rows = std::max(tokens_per_item * group, item_rows);
+  make_items(args, tokens_per_item, heads_per_item(dtype, args), plan);
+  for (const AttentionItem& item : plan.items) {
+    plan.sections_read += (item.section_end - item.section_begin) * item.num_kv_heads;
+  }
+  plan.task_cost = INT64_MAX;
+  const int64_t products = 2 * plan.work * args.head_dim;
+  if (threads == 1 || products < (key.are_awake ? kInlineWorkAwake : kInlineWork)) return;
+  split_items(args, std::max<int64_t>(1, plan.work / (kItemsPerThread * threads)), plan);
+  std::stable_sort(plan.items.begin(), plan.items.end(),
+                   [](const AttentionItem& a, const AttentionItem& b) { return a.cost > b.cost; });
+  plan.task_cost = plan.work / threads / std::clamp<int64_t>(products / threads / kTaskWork, 1, kTasksPerThread);
+}
+
 }  // namespace
 
 int64_t attention_sections_read() { return sections_read; }
 
 void paged_attention(DType dtype, const AttentionArgs& args) {
   static thread_local Plan plan;
-  check(args);
+  static thread_local PlanKey key;
+  if (args.relative.term != nullptr) check_terms(args.relative);
   ask_for_memory();
-  plan.items.clear();
-  plan.split.clear();
-  plan.partial_floats = plan.work = 0;
-  const int64_t group = args.num_heads / args.num_kv_heads;
-  const int64_t threads = num_threads();
-  const bool is_of_many = args.num_tokens * args.num_heads >= kItemsPerThread * threads * kTextItemRows;
-  const int64_t item_rows = args.block_tables == nullptr && is_of_many ? kTextItemRows : kItemRows;
-  const int64_t tokens_per_item = std::max<int64_t>(1, item_rows / group);
-  make_items(args, tokens_per_item, heads_per_item(dtype, args), plan);
-  sections_read = 0;
-  for (const AttentionItem& item : plan.items) {
-    sections_read += (item.section_end - item.section_begin) * item.num_kv_heads;
+  describe(dtype, args, key);
+  if (!(key == plan.key)) {  // else it was made for another layer of the step
+    plan.key.threads = 0;
+    make_plan(dtype, args, key, plan);
+    std::swap(key, plan.key);
   }
-
-  const int64_t rows = std::max(tokens_per_item * group, item_rows);
-  const AttentionTable& table = kernels().attention;
-  const bool is_small =
-      threads == 1 || 2 * plan.work * args.head_dim < (workers_are_awake() ? kInlineWorkAwake : kInlineWork);
-  if (!is_small) {
-    split_items(args, std::max<int64_t>(1, plan.work / (kItemsPerThread * threads)), plan);
-    std::stable_sort(plan.items.begin(), plan.items.end(),
-                     [](const AttentionItem& a, const AttentionItem& b) { return a.cost > b.cost; });
-  }
+  sections_read = plan.sections_read;
   float* partials = plan.partials.reserve(plan.partial_floats);
-  const int64_t task_cost = is_small ? INT64_MAX : plan.work / (kTasksPerThread * threads);
+  const AttentionTable& table = kernels().attention;
   const auto run = [&](const std::vector<AttentionItem>& items, AttentionTable::Kernel kernel) {
     plan.tasks.clear();
-    for (int64_t i = 0, count = int64_t(items.size()), cost = task_cost; i < count; ++i) {
-      if (cost >= task_cost) {
+    for (int64_t i = 0, count = int64_t(items.size()), cost = plan.task_cost; i < count; ++i) {
+      if (cost >= plan.task_cost) {
         plan.tasks.push_back(i);
         cost = 0;
       }
       cost += items[size_t(i)].cost;
     }
     plan.tasks.push_back(int64_t(items.size()));
-    const int64_t* tasks = plan.tasks.data();  // on another thread, `plan` is another
+    const int64_t *tasks = plan.tasks.data(), rows = plan.rows;  // on another thread, `plan` is another
     auto task = [&](int64_t i, int) {
       kernel(args, items.data() + tasks[i], tasks[i + 1] - tasks[i], thread_scratch(dtype, args, rows, partials));
     };

@@ -30,6 +30,8 @@ struct RelativeTerms {
   const float* of_key;
   const int32_t* term;  // [2 * reach + 1]: of the distance at reach + key - query
   int64_t num_terms;
+
+  bool operator==(const RelativeTerms&) const = default;
 };
 
 struct AttentionArgs {
@@ -66,6 +68,8 @@ struct AttentionArgs {
   RelativeTerms relative;
   void* out;  // [num_tokens, num_heads, value_dim], contiguous
   int64_t row_stride = state_row_stride(value_dim);
+
+  bool operator==(const AttentionArgs&) const = default;
 
   // Keys and values are the same rows.
   QUIRE_MEMBER bool has_latents() const { return k_cache == nullptr; }
