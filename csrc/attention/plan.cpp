@@ -168,9 +168,8 @@ void check(const AttentionArgs& args) {
 // Of arguments that may be wrong.
 void describe(DType dtype, const AttentionArgs& args, PlanKey& key) {
   key.args = args;
-  key.args.query = key.args.k_cache = key.args.v_cache = nullptr;
+  key.args.query = key.args.k_cache = key.args.v_cache = key.args.out = nullptr;
   key.args.query_start = key.args.seq_lens = nullptr;
-  key.args.out = nullptr;
   key.dtype = dtype;
   key.threads = num_threads();
   key.are_awake = workers_are_awake();

@@ -1,5 +1,6 @@
 """Which drafts are verified, what is learned of them, and what a failure costs."""
 
+import itertools
 import logging
 from types import SimpleNamespace
 
@@ -110,12 +111,14 @@ def test_wrong_drafts_make_a_sequence_pause_longer_and_a_right_one_ends_that() -
     assert group.seqs[0].drafting.pause == 0
 
 
-def test_searches_that_find_nothing_become_rare() -> None:
-    drafter = Scripted("a", NO_DRAFT)
-    drafting, group = drafting_of(drafter), request()
+@pytest.mark.parametrize(("search_s", "num_searches"), [(0.009, 50), (0.011, 13)])
+def test_searches_that_find_nothing_become_rare_where_they_take_long(search_s: float, num_searches: int) -> None:
+    drafter, clock = Scripted("a", NO_DRAFT), itertools.cycle([0.0, search_s])
+    drafting, group = Drafting([drafter], SpeculativeConfig(), 100, clock.__next__), request()
+    drafting.observe_step(batch_of((1, 1)), 1.0)
     for _ in range(50):
         assert propose(drafting, group) == [()]
-    assert drafter.num_calls == 12
+    assert drafter.num_calls == num_searches
 
 
 def test_without_adaptation_every_draft_is_verified_in_every_step() -> None:
@@ -231,7 +234,7 @@ def test_accepted_drafts_pay_for_searches() -> None:
     drafting, group = drafting_of(Scripted("a", Draft((1, 2), (0.9, 0.9)))), request()
     drafting.observe_step(batch_of((1, 1)), 1.0)
     propose(drafting, group)
-    drafting._search_time.spend(0.9)
+    drafting._search_time.spend(0.9, 1)
     drafting.observe(group, group.seqs[0], 2, 1)
     assert not drafting.may_search
     drafting.observe(group, group.seqs[0], 2, 1)

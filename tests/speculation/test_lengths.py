@@ -274,7 +274,7 @@ def test_searches_that_save_nothing_take_a_small_share_of_the_time() -> None:
     for _ in range(1000):
         if left.is_left:
             num_searches += 1
-            left.spend(0.1)
+            left.spend(0.1, 1)
         left.observe_steps(1.0, 1, 4)
     assert 95 < num_searches < 105
 
@@ -282,7 +282,7 @@ def test_searches_that_save_nothing_take_a_small_share_of_the_time() -> None:
 def test_accepted_drafts_pay_for_searches() -> None:
     left = SearchTime()
     left.observe_steps(1.0, 1, 4)
-    left.spend(0.2)
+    left.spend(0.2, 1)
     assert not left.is_left
     left.observe_accepted(1)
     assert not left.is_left
@@ -294,9 +294,9 @@ def test_one_step_is_the_most_that_is_saved_up_or_owed() -> None:
     left = SearchTime()
     left.observe_steps(1.0, 8, 1)
     left.observe_accepted(100)
-    left.spend(0.9)
+    left.spend(0.9, 1)
     assert left.is_left
-    left.spend(50.0)
+    left.spend(50.0, 1)
     left.observe_steps(1.0, 98, 1)
     assert not left.is_left
     left.observe_steps(1.0, 3, 1)

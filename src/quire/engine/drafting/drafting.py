@@ -34,7 +34,7 @@ Clock: TypeAlias = Callable[[], float]
 _LONGEST_PAUSE = 16
 """Steps in which no draft of a sequence is looked for after several were wrong."""
 _LONGEST_SEARCH_PAUSE = 4
-"""The same after several searches that found nothing worth its time."""
+"""The same after several searches that found nothing worth its time, where time for searches is scarce."""
 _EQUAL_STEPS = 8
 _MOST_TENANTS = 64
 OTHER_TENANTS = "other"
@@ -94,7 +94,7 @@ class Drafting:
                 for place, token_ids in zip(seeking, found, strict=True):
                     drafts[place] = token_ids
         if self._config.is_adaptive:
-            self._search_time.spend(self._clock() - start_s)
+            self._search_time.spend(self._clock() - start_s, len(seeking))
         return drafts
 
     def observe(self, group: SequenceGroup, seq: Seq, num_drafts: int, num_accepted: int) -> None:
@@ -213,7 +213,7 @@ class Drafting:
             num_rows = num_step_tokens if num_decodes == num_step_tokens else None
             lengths = best_lengths(odds, num_decodes, seconds, most, num_rows)
         for (_, seq), length in zip(sequences, lengths, strict=True):
-            if not length and seq.drafting is not None:
+            if not length and seq.drafting is not None and self._search_time.is_scarce(num_decodes):
                 seq.drafting.wait(_LONGEST_SEARCH_PAUSE)
         return [draft.token_ids[:length] for draft, length in zip(drafts, lengths, strict=True)]
 

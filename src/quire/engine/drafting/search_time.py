@@ -20,6 +20,7 @@ class SearchTime:
         """Nothing is searched while steps are shorter than `shortest_step_s`."""
         self._shortest_step_s = shortest_step_s
         self._left_s = 0.0
+        self._each_s = 0.0
         self._step_s = 0.0
         self._token_s = 0.0
 
@@ -28,8 +29,14 @@ class SearchTime:
         """Whether a search may start now."""
         return self._left_s >= 0.0 and self._step_s >= self._shortest_step_s
 
-    def spend(self, seconds: float) -> None:
-        """A search took this long."""
+    def is_scarce(self, num_sequences: int) -> bool:
+        """Whether searches for this number of sequences would take more than their share of each step."""
+        return num_sequences * self._each_s > _SHARE * self._step_s
+
+    def spend(self, seconds: float, num_searches: int) -> None:
+        """This number of searches took this long."""
+        if num_searches:
+            self._each_s = seconds / num_searches
         self._left_s = max(self._left_s - seconds, -_MOST_STEPS * self._step_s)
 
     def observe_steps(self, seconds: float, num_steps: int, num_sequences: int) -> None:
