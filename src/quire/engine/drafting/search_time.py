@@ -4,6 +4,8 @@ from __future__ import annotations
 
 _SHARE = 0.01
 """Of the time of all steps, what searches may take that save nothing."""
+_LARGE_SHARE = 0.05
+"""Of a step, what searches for all of its sequences may take without being scarce."""
 _MOST_STEPS = 1.0
 """Steps whose time is saved up, or owed, at most."""
 SHORTEST_STEP_S = 4e-3
@@ -30,8 +32,8 @@ class SearchTime:
         return self._left_s >= 0.0 and self._step_s >= self._shortest_step_s
 
     def is_scarce(self, num_sequences: int) -> bool:
-        """Whether searches for this number of sequences would take more than their share of each step."""
-        return num_sequences * self._each_s > _SHARE * self._step_s
+        """Whether searches for this number of sequences would take a large share of each step."""
+        return num_sequences * self._each_s > _LARGE_SHARE * self._step_s
 
     def spend(self, seconds: float, num_searches: int) -> None:
         """This number of searches took this long."""
