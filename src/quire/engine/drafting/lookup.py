@@ -2,7 +2,8 @@
 2024, arXiv 2411.04975).
 
 A suffix tree answers the same question in less time for each token and much more for each text; the texts here are so
-short that comparing all of their tokens takes some 20 microseconds.
+short that comparing all of their tokens takes some 20 microseconds. Between steps of models that drive them and the
+code out of the caches it takes 200 to 600.
 """
 
 from __future__ import annotations
