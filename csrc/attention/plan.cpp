@@ -25,9 +25,10 @@ constexpr int64_t kItemsPerThread = 4;
 // Query rows that share one pass over the keys of a text without a cache, which each item makes into lanes for itself:
 // more than kItemRows, where there are enough of them for all threads.
 constexpr int64_t kTextItemRows = 384;
-// Runs of items, in each of which the first keys of an item are fetched during the one before. Fewer where each would
-// take less than a microsecond or two.
-constexpr int64_t kTasksPerThread = 6, kTaskWork = 1 << 16;
+// Runs of items, in each of which the first keys of an item are fetched during the one before. Items of many rows fetch
+// nothing ahead, and more runs of them leave threads idle for less of the time. Fewer where each would take less than a
+// microsecond or two.
+constexpr int64_t kTasksPerThread = 6, kTasksOfManyRows = 32, kManyRows = 32, kTaskWork = 1 << 16;
 // Keys and values of a tile: with those fetched for the next two they fit into a common second-level cache.
 constexpr int64_t kTileBytes = 128 * 1024;
 
@@ -348,7 +349,9 @@ void make_plan(DType dtype, const AttentionArgs& args, const PlanKey& key, Plan&
   split_items(args, std::max<int64_t>(1, plan.work / (kItemsPerThread * threads)), plan);
   std::stable_sort(plan.items.begin(), plan.items.end(),
                    [](const AttentionItem& a, const AttentionItem& b) { return a.cost > b.cost; });
-  plan.task_cost = plan.work / threads / std::clamp<int64_t>(products / threads / kTaskWork, 1, kTasksPerThread);
+  const bool has_many_rows = args.num_tokens * args.num_heads >= kManyRows * int64_t(plan.items.size());
+  const int64_t most = has_many_rows ? kTasksOfManyRows : kTasksPerThread;
+  plan.task_cost = plan.work / threads / std::clamp<int64_t>(products / threads / kTaskWork, 1, most);
 }
 
 }  // namespace

@@ -103,6 +103,7 @@ struct PanelOut {
 template <bool kHalves>
 struct QuantizedTile {
   static constexpr TileShape kShape = kByteShape;
+  static constexpr bool kIsWhole = kUnpacksInRegisters;  // there is one group: others have tiles of their own
 
   template <int R, int G>
   QUIRE_INLINE void multiply(i32 (&acc)[R][G], const char* units, const XValue* x, int64_t x_stride, int shift) {
@@ -136,10 +137,11 @@ struct QuantizedTile {
     for (int r = 0; r < R; ++r) {
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) {
-        sum[r][g] = piece.first == 0 ? set1(0) : load(sums + r * kPanelColumns + column + g * W);
+        sum[r][g] = kIsWhole || piece.first == 0 ? set1(0) : load(sums + r * kPanelColumns + column + g * W);
       }
     }
-    for (int64_t index = 0; index < piece.groups; ++index) {
+    const int64_t groups = kIsWhole ? 1 : piece.groups;
+    for (int64_t index = 0; index < groups; ++index) {
       const int64_t group = piece.first + index;
       const XValue* x = reinterpret_cast<const XValue*>(rows) + group * layout.group;
       i32 acc[R][G];
