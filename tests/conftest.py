@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 from quire.engine.drafting import drafting
+from quire.runner import model_runner
 from tests import embedded, forks
 from tests.effort import CLIENTS, mark_slow, register_profiles
 
@@ -35,6 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mark_slow(items, are_all=not config.option.file_or_dir)
 
 
+model_runner._RECORDED_WORK = 0  # steps of the tests' small models are recorded, as those of larger models are
 gc.disable()  # while tests are collected, when nothing of a million objects becomes garbage
 
 

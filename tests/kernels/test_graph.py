@@ -83,6 +83,16 @@ def test_outside_a_workspace_and_in_another_thread_memory_is_the_systems():
     assert [t.shape for t in made] == [(LARGE,), (LARGE,)]
 
 
+def test_a_workspace_that_was_entered_twice_is_left_by_leaving_twice():
+    workspace = kernels.Workspace()
+    with workspace:
+        with workspace.recording():
+            inner = empty((LARGE,), torch.uint8)
+        outer = empty((LARGE,), torch.uint8)
+    after = empty((LARGE,), torch.uint8)
+    assert [workspace.holds(each.data_ptr()) for each in (inner, outer, after)] == [True, True, False]
+
+
 @needs_native
 def test_a_replay_computes_from_what_is_in_place_now():
     workspace, graph = kernels.Workspace(), kernels.backend_for("cpu").graph()

@@ -82,7 +82,7 @@ def test_machines_that_have_the_secret_join_and_it_does_not_cross_the_wire(
     assert [[sock.getpeername()] for sock in reversed(socks)] == [
         [sock.getsockname() for sock in each] for each in accepted
     ]
-    assert len(sent) == 6
+    assert len([frame for frame in sent if b"Beat" not in frame]) == 6  # ranks of another test may beat meanwhile
     assert not any(b"swordfish" in frame for frame in sent)
     close(*socks, *[sock for each in accepted for sock in each])
 

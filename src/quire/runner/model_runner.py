@@ -20,6 +20,9 @@ from quire.runner.row_layout import RowLayout, row_layout
 from quire.runner.sampling.sampler import IdleSampler, Sampler
 from quire.runner.text_graphs import TextGraphs
 
+_RECORDED_WORK = 1 << 25
+"""Rows times the squared width of hidden states, from which on recording a step takes less time than it saves."""
+
 
 class ModelRunner:
     """Owns the model and the layers' caches. After a step it keeps nothing of it but the memory it computed in."""
@@ -44,8 +47,10 @@ class ModelRunner:
         self._adapters = adapters
         self.kv = kv
         self.block_size = block_size
-        backend = backend or kernels.backend_of(kv[0].memory)
+        self._backend = backend = backend or kernels.backend_of(kv[0].memory)
         self._workspace = backend.workspace()
+        self._records = backend.can_record and model.can_record and not model.needs_torch
+        self._width = 0  # of hidden states, once there are some
         is_first = ranks is None or ranks.shard.rank == 0
         self._sampler = Sampler(backend, logprobs_mode, ranks) if is_first else IdleSampler(ranks)
         self._graphs: DecodeGraphs | None = None
@@ -54,7 +59,7 @@ class ModelRunner:
         self._read: LogitsReader | PooledReader
         if isinstance(model, PoolingModel):
             self._read = read = PooledReader(model.pooler)
-            if not kv and backend.can_record and model.can_record:
+            if not kv and self._records:
                 self._texts = TextGraphs(model, read, backend, self._workspace)
         else:
             self._graphs = DecodeGraphs(model, kv, block_size, -(-max_model_len // block_size), self._workspace)
@@ -87,8 +92,19 @@ class ModelRunner:
     def _call(self, sequences: Sequence[ScheduledSequence]) -> StepResult:
         """Call the model, and read the rows that the sequences want."""
         tensors = build_tensors(sequences, self.block_size)
-        hidden = self.model(tensors, self.kv)  # [num_tokens, hidden]
+        hidden = self._hidden(tensors)
         return StepResult(()) if self._passes_on else self._read(hidden, tensors, sequences)
+
+    def _hidden(self, tensors: BatchTensors) -> Tensor:
+        """[num_tokens, hidden] of the model. Kernels that take long run once all have been called, if they can be
+        recorded: between them Python would find its objects gone from the caches, and threads asleep."""
+        if self._records and tensors.positions.shape[-1] * self._width**2 >= _RECORDED_WORK:
+            with self._workspace.recording(), self._backend.graph().record():
+                hidden: Tensor = self.model(tensors, self.kv)
+        else:
+            hidden = self.model(tensors, self.kv)
+        self._width = hidden.shape[-1]
+        return hidden
 
 
 class LogitsReader:

@@ -36,15 +36,16 @@ class Workspace:
         self._region_bytes = region_bytes
         self._regions: list[_Region] = []
         self._is_recording = False
+        self._outer: list[Workspace | None] = []
 
     def __enter__(self) -> None:
-        self._outer = _active.workspace
+        self._outer.append(_active.workspace)
         _active.workspace = self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _active.workspace = self._outer
+        _active.workspace = self._outer.pop()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
