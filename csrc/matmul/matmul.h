@@ -59,14 +59,14 @@ using Staged = typename StagedAs<T>::Type;
 
 // One unit of k: acc[r][g] += x[r] * w[g] for the tile's rows and vectors of columns.
 template <int R, int G, typename T>
-QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const T* x, int64_t x_stride, const char* const (&panels)[G],
+QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const RowAddresses<R>& x, const char* const (&panels)[G],
                                 int64_t offset, const T*) {
   typename Lane<T>::Vector w[G];
   QUIRE_UNROLL
   for (int g = 0; g < G; ++g) w[g] = Lane<T>::load(reinterpret_cast<const T*>(panels[g] + offset));
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
-    const auto value = Lane<T>::broadcast(x + r * x_stride);
+    const auto value = Lane<T>::broadcast(reinterpret_cast<const T*>(x[r]));
     QUIRE_UNROLL
     for (int g = 0; g < G; ++g) acc[r][g] = Lane<T>::dot(acc[r][g], w[g], value);
   }
@@ -74,7 +74,7 @@ QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const T* x, int64_t x_stride, 
 
 #if !defined(QUIRE_MULTIPLIES_PAIRS)
 template <int R, int G>
-QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stride, const char* const (&panels)[G],
+QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const RowAddresses<R>& x, const char* const (&panels)[G],
                                 int64_t offset, const bf16*) {
   f32 first[G], second[G];
   QUIRE_UNROLL
@@ -85,7 +85,8 @@ QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stri
   }
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
-    const f32 value = set1(x[r * x_stride]), next = set1(x[r * x_stride + 1]);
+    const float* two = reinterpret_cast<const float*>(x[r]);
+    const f32 value = set1(two[0]), next = set1(two[1]);
     QUIRE_UNROLL
     for (int g = 0; g < G; ++g) acc[r][g] = fma(value, first[g], acc[r][g]);
     QUIRE_UNROLL
@@ -100,8 +101,8 @@ struct PackedTile {
   static constexpr TileShape kShape = kTileShape;
 
   template <Ask kAsk, int R, int G>
-  QUIRE_INLINE void multiply(f32 (&acc)[R][G], const Staged<T>* x, int64_t x_stride, const char* const (&panels)[G],
-                             int64_t units, Prefetch prefetch) {
+  QUIRE_INLINE void multiply(f32 (&acc)[R][G], RowAddresses<R> x, const char* const (&panels)[G], int64_t units,
+                             Prefetch prefetch) {
     for (int64_t unit = 0; unit < units; ++unit) {
       if constexpr (kAsk != Ask::kNot) {
         QUIRE_UNROLL
@@ -111,14 +112,15 @@ struct PackedTile {
         }
         prefetch.at += prefetch.step;
       }
-      multiply_unit<R, G>(acc, x, x_stride, panels, unit * kUnitRowBytes, static_cast<const T*>(nullptr));
-      x += kPerUnit<T>;
+      multiply_unit<R, G>(acc, x, panels, unit * kUnitRowBytes, static_cast<const T*>(nullptr));
+      x += kPerUnit<T> * int64_t(sizeof(Staged<T>));
     }
   }
 
   template <int R, int G>
   static void run(const Staged<T>* x, int64_t x_stride, const char* weight, int64_t panel_bytes, int64_t units,
                   float* parked, int64_t parked_stride, bool from_zero, Prefetch prefetch) {
+    const RowAddresses<R> of_x(reinterpret_cast<const char*>(x), x_stride * int64_t(sizeof(Staged<T>)));
     const char* panels[G];
     f32 acc[R][G];
     QUIRE_UNROLL
@@ -128,9 +130,9 @@ struct PackedTile {
       for (int r = 0; r < R; ++r) acc[r][g] = from_zero ? set1(0) : load(parked + r * parked_stride + g * W);
     }
     if (kAsksNear && R > kUnfetchedNearRows && prefetch.is_near) {
-      multiply<Ask::kNearest>(acc, x, x_stride, panels, units, prefetch);
+      multiply<Ask::kNearest>(acc, of_x, panels, units, prefetch);
     } else {
-      multiply<(R > kUnfetchedRows ? Ask::kNext : Ask::kNot)>(acc, x, x_stride, panels, units, prefetch);
+      multiply<(R > kUnfetchedRows ? Ask::kNext : Ask::kNot)>(acc, of_x, panels, units, prefetch);
     }
     QUIRE_UNROLL
     for (int g = 0; g < G; ++g) {

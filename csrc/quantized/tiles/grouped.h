@@ -58,9 +58,8 @@ struct GroupedTile {
   QUIRE_INLINE void multiply(const Rows& rows, const Group& group, const ByteTable& table, const f32 (&scale)[G],
                              f32 (&sum)[R][G]) {
     const char* row = rows.first + kFirst * rows.bytes;
-    const char* x = row + group.index * kGroup * int64_t(sizeof(XValue));
-    const char* lacks = row + rows.lacks_at + group.index * int64_t(sizeof(int32_t));
-    const char* x_scales = row + rows.scales_at + group.index * int64_t(sizeof(float));
+    const RowAddresses<N> x(row + group.index * kGroup * int64_t(sizeof(XValue)), rows.bytes),
+        lacks(row + rows.lacks_at + group.index * int64_t(sizeof(int32_t)), rows.bytes);
     i32 acc[N][G], upper[G] = {};
     QUIRE_UNROLL
     for (int g = 0; g < G && kHasUpper; ++g) {
@@ -68,7 +67,7 @@ struct GroupedTile {
     }
     QUIRE_UNROLL
     for (int r = 0; r < N; ++r) {
-      const i32 lack = set1_lane(lacks + r * rows.bytes);
+      const i32 lack = set1_lane(lacks[r]);
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) acc[r][g] = lack;
     }
@@ -85,7 +84,7 @@ struct GroupedTile {
       }
       QUIRE_UNROLL
       for (int r = 0; r < N; ++r) {
-        const XQuad value = set1_quad(reinterpret_cast<const XValue*>(x + r * rows.bytes) + at * kUnitBytes);
+        const XQuad value = set1_quad(reinterpret_cast<const XValue*>(x[r]) + at * kUnitBytes);
         QUIRE_UNROLL
         for (int g = 0; g < G; ++g) acc[r][g] = ByteSums::add(acc[r][g], w[g], value);
       }
@@ -93,9 +92,10 @@ struct GroupedTile {
     for (int64_t line = kLines; kFirst + N == R && line < group.lines; ++line) {
       ask_for<1>(group.ask, group.ahead + line * 64);
     }
+    const RowAddresses<N> x_scales(row + rows.scales_at + group.index * int64_t(sizeof(float)), rows.bytes);
     QUIRE_UNROLL
     for (int r = 0; r < N; ++r) {
-      const f32 x_scale = set1(*reinterpret_cast<const float*>(x_scales + r * rows.bytes));
+      const f32 x_scale = set1(*reinterpret_cast<const float*>(x_scales[r]));
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) {
         f32& to = sum[kFirst + r][g];
@@ -166,22 +166,6 @@ struct GroupedTile {
     return bytes;
   }
 
-  // The same place of R rows, `stride` apart: of each three rows one address, which the compiler keeps in a register.
-  template <int R>
-  struct Rows {
-    const char* first[(R + 2) / 3];
-    int64_t stride;
-
-    QUIRE_MEMBER Rows(const char* at, int64_t stride) : stride(stride) {
-      QUIRE_UNROLL
-      for (int i = 0; i < (R + 2) / 3; ++i) {
-        first[i] = at + 3 * i * stride;
-        asm("" : "+r"(first[i]));
-      }
-    }
-    QUIRE_MEMBER const char* operator[](int r) const { return first[r / 3] + r % 3 * stride; }
-  };
-
   template <int R, int G>
   static void run(const char* rows, const QuantizedRow& layout, const WeightPiece& given, int64_t column, float* sums) {
     const WeightPiece piece = given;  // keep_order does not have it read anew
@@ -202,7 +186,7 @@ struct GroupedTile {
       keep_order();  // sums, too, stay in memory
       const int64_t group = piece.first + index, half = kGroup == 16 ? index % 2 : 0;
       const char* block = piece.units + index * kGroup / QuantizedShape::kBlock * kBlockBytes + column * kUnitBytes;
-      const Rows<R> x(rows + group * kGroup, row_bytes),
+      const RowAddresses<R> x(rows + group * kGroup, row_bytes),
           lacks(rows + lacks_at + group * int64_t(sizeof(int32_t)), row_bytes);
       i32 acc[R][G];
       QUIRE_UNROLL
@@ -232,7 +216,7 @@ struct GroupedTile {
       f32 scale[G];
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) scale[g] = piece.scale(index, column + g * W);
-      const Rows<R> x_scales(rows + scales_at + group * int64_t(sizeof(float)), row_bytes);
+      const RowAddresses<R> x_scales(rows + scales_at + group * int64_t(sizeof(float)), row_bytes);
       QUIRE_UNROLL
       for (int r = 0; r < R; ++r) {
         const f32 x_scale = set1(*reinterpret_cast<const float*>(x_scales[r]));

@@ -106,7 +106,7 @@ struct QuantizedTile {
   static constexpr bool kIsWhole = kUnpacksInRegisters;  // there is one group: others have tiles of their own
 
   template <int R, int G>
-  QUIRE_INLINE void multiply(i32 (&acc)[R][G], const char* units, const XValue* x, int64_t x_stride, int shift) {
+  QUIRE_INLINE void multiply(i32 (&acc)[R][G], const char* units, const RowAddresses<R>& x, int64_t at, int shift) {
     ByteSums::Weights w[G];
     QUIRE_UNROLL
     for (int g = 0; g < G; ++g) {
@@ -115,7 +115,7 @@ struct QuantizedTile {
     }
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
-      const XQuad value = set1_quad(x + r * x_stride);
+      const XQuad value = set1_quad(reinterpret_cast<const XValue*>(x[r]) + at);
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) acc[r][g] = ByteSums::add(acc[r][g], w[g], value);
     }
@@ -127,7 +127,6 @@ struct QuantizedTile {
   static void run(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, int64_t column, float* sums) {
     const int64_t row_bytes = layout.bytes, scales_at = layout.scales_at, lacks_at = layout.lacks_at;
     const int64_t unit_rows = layout.group / kUnitBytes / (kHalves ? 2 : 1);
-    const int64_t x_stride = row_bytes / int64_t(sizeof(XValue));
     const int64_t step = kUnitRowBytes / piece.shares;
     const char* units = piece.units + column * kUnitBytes;
     const char* ahead = units + piece.ahead + piece.groups * unit_rows * step * piece.share;
@@ -143,7 +142,7 @@ struct QuantizedTile {
     const int64_t groups = kIsWhole ? 1 : piece.groups;
     for (int64_t index = 0; index < groups; ++index) {
       const int64_t group = piece.first + index;
-      const XValue* x = reinterpret_cast<const XValue*>(rows) + group * layout.group;
+      RowAddresses<R> x(rows + group * layout.group * int64_t(sizeof(XValue)), row_bytes);
       i32 acc[R][G];
       QUIRE_UNROLL
       for (int r = 0; r < R; ++r) {
@@ -151,11 +150,12 @@ struct QuantizedTile {
         QUIRE_UNROLL
         for (int g = 0; g < G; ++g) acc[r][g] = lack;
       }
-      for (int64_t unit = 0; unit < unit_rows; ++unit, units += kUnitRowBytes, x += kUnitBytes) {
+      for (int64_t unit = 0; unit < unit_rows;
+           ++unit, units += kUnitRowBytes, x += kUnitBytes * int64_t(sizeof(XValue))) {
         ask_for<(G * W * kUnitBytes + 63) / 64>(ask, ahead);
         ahead += step;
-        multiply<R, G>(acc, units, x, x_stride, 0);
-        if constexpr (kHalves) multiply<R, G>(acc, units, x + QuantizedShape::kBlock / 2, x_stride, 4);
+        multiply<R, G>(acc, units, x, 0, 0);
+        if constexpr (kHalves) multiply<R, G>(acc, units, x, QuantizedShape::kBlock / 2, 4);
       }
       f32 scale[G];
       QUIRE_UNROLL
