@@ -42,6 +42,27 @@ QUIRE_INLINE float sum_parts(int64_t width, const Part& part) {
   return reduce_add(even + odd);
 }
 
+// The same place of R rows, `stride` apart: of each three rows one address, which the compiler keeps in a register. Of
+// a dozen it would keep some in vector registers, and take them out by the ports that multiply.
+template <int R>
+struct RowAddresses {
+  const char* first[(R + 2) / 3];
+  int64_t stride;
+
+  QUIRE_MEMBER RowAddresses(const char* at, int64_t stride) : stride(stride) {
+    QUIRE_UNROLL
+    for (int i = 0; i < (R + 2) / 3; ++i) {
+      first[i] = at + 3 * i * stride;
+      asm("" : "+r"(first[i]));
+    }
+  }
+  QUIRE_MEMBER const char* operator[](int r) const { return first[r / 3] + r % 3 * stride; }
+  QUIRE_MEMBER void operator+=(int64_t bytes) {
+    QUIRE_UNROLL
+    for (int i = 0; i < (R + 2) / 3; ++i) first[i] += bytes;
+  }
+};
+
 // Up to this many elements a kernel is done before a sleeping worker would have woken, or one that is awake has begun.
 constexpr int64_t kInlineElements = 16 * 1024, kInlineElementsAwake = 8 * 1024;
 

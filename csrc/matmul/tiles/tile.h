@@ -122,27 +122,6 @@ struct Prefetch {
   int64_t panel_gap, vector_gap, step;
 };
 
-// The same place of R rows, `stride` apart: of each three rows one address, which the compiler keeps in a register. Of
-// a dozen it would keep some in vector registers, and take them out by the ports that multiply.
-template <int R>
-struct RowAddresses {
-  const char* first[(R + 2) / 3];
-  int64_t stride;
-
-  QUIRE_MEMBER RowAddresses(const char* at, int64_t stride) : stride(stride) {
-    QUIRE_UNROLL
-    for (int i = 0; i < (R + 2) / 3; ++i) {
-      first[i] = at + 3 * i * stride;
-      asm("" : "+r"(first[i]));
-    }
-  }
-  QUIRE_MEMBER const char* operator[](int r) const { return first[r / 3] + r % 3 * stride; }
-  QUIRE_MEMBER void operator+=(int64_t bytes) {
-    QUIRE_UNROLL
-    for (int i = 0; i < (R + 2) / 3; ++i) first[i] += bytes;
-  }
-};
-
 // Keeps the compiler from moving memory accesses across this, such as requests together, which hinder each other then.
 QUIRE_INLINE void keep_order() { asm volatile("" ::: "memory"); }
 
