@@ -32,12 +32,11 @@ QUIRE_INLINE f32 multiply_ones(f32 acc, f32 factor, const bf16*) { return dot2(a
 // Products of bytes; kSteps: those of weights of 4 bits, a group at a time.
 template <typename Sums, int kSteps>
 QUIRE_INLINE f32 multiply_quads(f32 acc, f32& factor) {
-  const auto w = Sums::weights(as_int(set1(1)));
   i32 sum = kSteps == 1 ? as_int(acc) : i32{};
   QUIRE_UNROLL
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kSteps * Sums::kParts; ++step) {
     keep_in_register(factor);  // equal products would be computed once
-    sum = Sums::add(sum, w, some_quad(as_int(factor)));
+    sum = Sums::add(sum, Sums::weights(as_int(set1(1))), as_int(factor));
   }
   return as_float(kSteps == 1 ? sum : as_int(acc) + Sums::total(sum, i32{}));
 }

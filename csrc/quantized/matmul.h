@@ -64,16 +64,16 @@ QUIRE_INLINE int32_t lack_of([[maybe_unused]] f32 values, int32_t total, const Q
 constexpr int64_t kGroupsAtOnce = 16;
 
 // The values, lack and sum of a group; `inverse` is 0 where all values are.
-template <typename T>
+template <typename Value, typename T>
 QUIRE_INLINE void round_group(const T* from, int64_t count, int64_t size, float scale, float inverse,
                               const QuantizedRow& layout, int64_t group, char* row) {
-  XValue* values = reinterpret_cast<XValue*>(row) + group * size;
+  Value* values = reinterpret_cast<Value*>(row) + group * size;
   const f32 factor = set1(inverse), shifter = set1(12582912.0f);  // 1.5 * 2^23: rounds
-  f32 sums_of[2] = {};                                            // exact: below 2^24
+  i32 sums_of[2] = {};
   const auto round = [&](int chain, int64_t i, f32 v) __attribute__((always_inline)) {
-    const f32 rounded = v * factor + shifter;
-    sums_of[chain] = sums_of[chain] + (rounded - shifter);
-    store_values(values + i, as_int(rounded) - as_int(shifter));
+    const i32 rounded = as_int(v * factor + shifter) - as_int(shifter);
+    sums_of[chain] = sums_of[chain] + rounded;
+    store_values(values + i, rounded);
   };
   const bool is_zero = inverse == 0;
   int64_t i = 0;
@@ -84,16 +84,17 @@ QUIRE_INLINE void round_group(const T* from, int64_t count, int64_t size, float 
   for (; i < size; i += W) {
     round(0, i, i < count && !is_zero ? load_some(from + i, smaller(W, count - i)) : set1(0));
   }
-  const float total = reduce_add(sums_of[0] + sums_of[1]);
+  const f32 sums = __builtin_convertvector(sums_of[0] + sums_of[1], f32);  // below 2^24
+  const float total = reduce_add(sums);
   reinterpret_cast<float*>(row + layout.scales_at)[group] = scale;
-  reinterpret_cast<int32_t*>(row + layout.lacks_at)[group] = lack_of(sums_of[0] + sums_of[1], int32_t(total), layout);
+  reinterpret_cast<int32_t*>(row + layout.lacks_at)[group] = lack_of(sums, int32_t(total), layout);
   if (layout.has_mins) reinterpret_cast<float*>(row + layout.sums_at)[group] = total * scale;
 }
 
 // A value is x * (127 / largest) to the nearest (even) integer, the scale largest / 127. A group that holds something
 // not finite has the scale NaN, and zeros as values.
-template <typename T>
-static void quantize_row(const T* x, const int32_t* order, const QuantizedRow& layout, char* row) {
+template <typename Value, typename T>
+static void quantize_row_as(const T* x, const int32_t* order, const QuantizedRow& layout, char* row) {
   constexpr int64_t kBlock = QuantizedShape::kBlock;
   T picked[kGroupsAtOnce * kBlock];
   alignas(64) float largest[kGroupsAtOnce] = {}, scales[kGroupsAtOnce], inverses[kGroupsAtOnce];
@@ -115,12 +116,19 @@ static void quantize_row(const T* x, const int32_t* order, const QuantizedRow& l
     for (int64_t g = 0; g < num_groups; ++g) {
       const T* values = from + g * layout.group;
       if (layout.group == kBlock && count(g) == kBlock) {
-        round_group(values, kBlock, kBlock, scales[g], inverses[g], layout, first + g, row);
+        round_group<Value>(values, kBlock, kBlock, scales[g], inverses[g], layout, first + g, row);
       } else {
-        round_group(values, count(g), layout.group, scales[g], inverses[g], layout, first + g, row);
+        round_group<Value>(values, count(g), layout.group, scales[g], inverses[g], layout, first + g, row);
       }
     }
   }
+}
+
+template <typename T>
+static void quantize_row(const T* x, const int32_t* order, const QuantizedRow& layout, char* row) {
+  using Value = SumsOf<4, false>::Value;
+  if (layout.has_bytes) return quantize_row_as<ByteSums::Value>(x, order, layout, row);
+  quantize_row_as<Value>(x, order, layout, row);
 }
 
 // The same of a row in the basis of a rotated weight.

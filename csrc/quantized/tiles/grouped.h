@@ -58,7 +58,7 @@ struct GroupedTile {
   QUIRE_INLINE void multiply(const Rows& rows, const Group& group, const ByteTable& table, const f32 (&scale)[G],
                              f32 (&sum)[R][G]) {
     const char* row = rows.first + kFirst * rows.bytes;
-    const RowAddresses<N> x(row + group.index * kGroup * int64_t(sizeof(XValue)), rows.bytes),
+    const RowAddresses<N> x(row + group.index * kGroup * int64_t(sizeof(ByteSums::Value)), rows.bytes),
         lacks(row + rows.lacks_at + group.index * int64_t(sizeof(int32_t)), rows.bytes);
     i32 acc[N][G], upper[G] = {};
     QUIRE_UNROLL
@@ -77,17 +77,12 @@ struct GroupedTile {
       constexpr int kAsked = 2 * kLines / kSteps;
       if (kFirst == 0 && step % 2 == 0) ask_for<kAsked>(group.ask, group.ahead + step / 2 * kAsked * 64);
       const int at = kBits == 8 || kGroup == 16 ? step : step / 2 + step % 2 * 4;
-      ByteSums::Weights w[G];
+      i32 bytes[G];
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) {
-        w[g] = ByteSums::weights(unpack(group.block + g * W * kUnitBytes, group.half, step, upper[g], table));
+        bytes[g] = unpack(group.block + g * W * kUnitBytes, group.half, step, upper[g], table);
       }
-      QUIRE_UNROLL
-      for (int r = 0; r < N; ++r) {
-        const XQuad value = set1_quad(reinterpret_cast<const XValue*>(x[r]) + at * kUnitBytes);
-        QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) acc[r][g] = ByteSums::add(acc[r][g], w[g], value);
-      }
+      add_quads<ByteSums>(acc, bytes, x, at * kUnitBytes);
     }
     for (int64_t line = kLines; kFirst + N == R && line < group.lines; ++line) {
       ask_for<1>(group.ask, group.ahead + line * 64);
@@ -186,7 +181,7 @@ struct GroupedTile {
       keep_order();  // sums, too, stay in memory
       const int64_t group = piece.first + index, half = kGroup == 16 ? index % 2 : 0;
       const char* block = piece.units + index * kGroup / QuantizedShape::kBlock * kBlockBytes + column * kUnitBytes;
-      const RowAddresses<R> x(rows + group * kGroup, row_bytes),
+      const RowAddresses<R> x(rows + group * kGroup * int64_t(sizeof(typename Sums::Value)), row_bytes),
           lacks(rows + lacks_at + group * int64_t(sizeof(int32_t)), row_bytes);
       i32 acc[R][G];
       QUIRE_UNROLL
@@ -201,17 +196,10 @@ struct GroupedTile {
         for (int64_t i = 0; step < kAskingSteps && i < num_lines && line < last; ++i, line += 64) {
           ask_for<1>(Ask::kNext, line);
         }
-        typename Sums::Weights w[G];
+        i32 bytes[G];
         QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) {
-          w[g] = Sums::weights(unpack(block + g * W * kUnitBytes, half, step, table));
-        }
-        QUIRE_UNROLL
-        for (int r = 0; r < R; ++r) {
-          const XQuad value = set1_quad(reinterpret_cast<const XValue*>(x[r]) + at * kUnitBytes);
-          QUIRE_UNROLL
-          for (int g = 0; g < G; ++g) acc[r][g] = Sums::add(acc[r][g], w[g], value);
-        }
+        for (int g = 0; g < G; ++g) bytes[g] = unpack(block + g * W * kUnitBytes, half, step, table);
+        add_quads<Sums>(acc, bytes, x, at * kUnitBytes);
       }
       f32 scale[G];
       QUIRE_UNROLL

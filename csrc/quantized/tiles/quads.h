@@ -1,36 +1,57 @@
 // Sums of four products of bytes: weights in [0, 255] times x in [-127, 127], in int32. Every variant gives the same.
 #pragma once
 
+#include "isa/rows.h"
 #include "isa/simd.h"
 
 namespace quire::QUIRE_ISA {
 
-// A way to sum them: `Weights` are made of W lanes of four weights, XQuad is four values of x, the same in all lanes.
-// `add` adds the four products of each lane to the lane's sum; sums begin with what x's row says (lack_of), and `total`
-// makes int32 of a finished one.
-#if defined(__AVX512VNNI__) || defined(QUIRE_SIMD_AVX2) || defined(QUIRE_SIMD_NEON)
-using XValue = int8_t;
-using XQuad = i32;
+// A way to sum them, in `kParts` parts one after the other: a part's `weights` are made of W lanes of four weights, its
+// `values` are those of four of x that it multiplies, the same in all lanes. `add` adds the part's products of each
+// lane to the lane's sum; sums begin with what x's row says (lack_of), and `total` makes int32 of a finished one.
 
-QUIRE_INLINE XQuad set1_quad(const XValue* four) { return set1_lane(four); }
-QUIRE_INLINE XQuad some_quad(i32 bits) { return bits; }  // for benchmarks
-#else
-using XValue = int16_t;  // fours are kept in the order 0, 2, 1, 3
-struct XQuad {
-  i32 even, odd;  // two int16 in each lane
+// All four at once, values of x being bytes.
+struct WholeQuads {
+  static constexpr int kParts = 1;
+  using Value = int8_t;
+  template <int kPart>
+  QUIRE_INLINE i32 values(const Value* four) {
+    return set1_lane(four);
+  }
 };
 
-QUIRE_INLINE XQuad set1_quad(const XValue* four) { return {set1_lane(four), set1_lane(four + 2)}; }
-QUIRE_INLINE XQuad some_quad(i32 bits) { return {bits, bits}; }
+// By pairs, which are multiplied as int16. With AVX2 alone this takes less time than `vpmaddubsw`, whose products would
+// have to fit an int16 by pairs: that takes a third multiplication, as some processors count `vpsignb`.
+struct PairSums {
+  static constexpr int kParts = 2, kZero = 0;  // kZero: what `weights` subtracts from each weight
+  using Value = int16_t;                       // fours are kept in the order 0, 2, 1, 3
+  template <int kPart>
+  QUIRE_INLINE i32 values(const Value* four) {
+    return set1_lane(four + 2 * kPart);
+  }
+  template <int kPart = 0>
+  QUIRE_INLINE i32 weights(i32 bytes) {
+    typedef uint16_t halves __attribute__((vector_size(sizeof(i32))));
+    return kPart == 0 ? bytes & 0x00ff00ff : (i32)((halves)bytes >> 8);
+  }
+  QUIRE_INLINE i32 add(i32 sum, i32 w, i32 x) {
+    i32 added = sum + multiply_pairs(w, x);
+#if defined(QUIRE_SIMD_AVX2)
+    asm("" : "+x"(added));  // GCC would multiply for many sums first, and run out of registers
 #endif
+    return added;
+  }
+  QUIRE_INLINE i32 total(i32 sum, i32) { return sum; }
+};
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-struct ByteSums {
-  static constexpr int kZero = 0;  // what `weights` subtracts from each weight
-  using Weights = i32;
-
-  QUIRE_INLINE Weights weights(i32 bytes) { return bytes; }
-  QUIRE_INLINE i32 add(i32 sum, Weights w, XQuad x) {
+struct ByteSums : WholeQuads {
+  static constexpr int kZero = 0;
+  template <int = 0>
+  QUIRE_INLINE i32 weights(i32 bytes) {
+    return bytes;
+  }
+  QUIRE_INLINE i32 add(i32 sum, i32 w, i32 x) {
 #if defined(__AVX512VNNI__)
     return (i32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
 #else
@@ -44,39 +65,20 @@ template <int, bool>
 using SumsOf = ByteSums;
 
 #elif defined(QUIRE_SIMD_AVX2)
-// The pairs that `vpmaddubsw` multiplies and adds must fit an int16. A weight less 128 is in [-128, 127]; its magnitude
-// times x with its sign gives at most 2 * 128 * 127 = 32512.
-struct ByteSums {
-  static constexpr int kZero = 128;
-  struct Weights {
-    i32 magnitudes, signs;
-  };
-
-  QUIRE_INLINE Weights weights(i32 bytes) {
-    const __m256i signs = _mm256_xor_si256((__m256i)bytes, _mm256_set1_epi8(-128));
-    return {(i32)_mm256_abs_epi8(signs), (i32)signs};
-  }
-  QUIRE_INLINE i32 add(i32 sum, const Weights& w, XQuad x) {
-    const __m256i of_x = _mm256_sign_epi8((__m256i)x, (__m256i)w.signs);
-    const __m256i twos = _mm256_maddubs_epi16((__m256i)w.magnitudes, of_x);
-    i32 added = sum + (i32)_mm256_madd_epi16(twos, _mm256_set1_epi16(1));
-    asm("" : "+x"(added));  // GCC would multiply for many sums first, and run out of registers
-    return added;
-  }
-  QUIRE_INLINE i32 total(i32 sum, i32) { return sum; }
-};
+using ByteSums = PairSums;
 
 // All pairs of a group are added as int16 where weights have 4, 5 or 6 bits. Less 8, 16 or 32 they are in [-32, 31] at
 // most, and so the sums of the 8 (6 bits: groups of 16) or 16 products of each int16 are within 8 * 32 * 127 = 16 * 16
 // * 127 = 32512. The sum of what is subtracted comes first (halves of lack_of); on the way sums may wrap around.
 // kIsWhole: in the end it is added again, since the format subtracts nothing.
 template <int kBits, bool kIsWhole>
-struct SmallSums {
+struct SmallSums : WholeQuads {
   static_assert(2 * ((1 << kBits) - 1) * 127 <= 32767);
-  using Weights = i32;
-
-  QUIRE_INLINE Weights weights(i32 bytes) { return bytes; }
-  QUIRE_INLINE i32 add(i32 sum, Weights w, XQuad x) {
+  template <int = 0>
+  QUIRE_INLINE i32 weights(i32 bytes) {
+    return bytes;
+  }
+  QUIRE_INLINE i32 add(i32 sum, i32 w, i32 x) {
     __m256i added = _mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
     asm("" : "+x"(added));  // as above
     return (i32)added;
@@ -102,14 +104,15 @@ using SumsOf = SmallSums<kBits, kIsWhole>;
 // Weights become signed bytes, unless unsigned ones can be multiplied by signed ones: those of 8 bits less 128, the
 // others as they are.
 template <bool kIsLess>
-struct LaneSums {
+struct LaneSums : WholeQuads {
   static constexpr int kZero = kIsLess ? 128 : 0;
-  using Weights = i32;
-
-  QUIRE_INLINE Weights weights(i32 bytes) { return kIsLess ? bytes ^ int32_t(0x80808080) : bytes; }
+  template <int = 0>
+  QUIRE_INLINE i32 weights(i32 bytes) {
+    return kIsLess ? bytes ^ int32_t(0x80808080) : bytes;
+  }
   // x: two fours of values, of which `kFour` is multiplied.
   template <int kFour>
-  QUIRE_INLINE i32 add_four(i32 sum, Weights w, int8x8_t x) {
+  QUIRE_INLINE i32 add_four(i32 sum, i32 w, int8x8_t x) {
 #if defined(QUIRE_NEON_I8MM)
     return (i32)vusdotq_lane_s32((int32x4_t)sum, (uint8x16_t)w, x, kFour);
 #elif defined(QUIRE_NEON_DOT)
@@ -120,7 +123,7 @@ struct LaneSums {
     return (i32)vpadalq_s16((int32x4_t)sum, vpaddq_s16(low, high));
 #endif
   }
-  QUIRE_INLINE i32 add(i32 sum, Weights w, XQuad x) { return add_four<0>(sum, w, vget_low_s8((int8x16_t)x)); }
+  QUIRE_INLINE i32 add(i32 sum, i32 w, i32 x) { return add_four<0>(sum, w, vget_low_s8((int8x16_t)x)); }
   QUIRE_INLINE i32 total(i32 sum, i32) { return sum; }
 };
 
@@ -135,23 +138,30 @@ template <int, bool>
 using SumsOf = LaneSums<false>;
 
 #else
-struct ByteSums {
-  static constexpr int kZero = 0;
-  using Weights = XQuad;
-
-  QUIRE_INLINE Weights weights(i32 bytes) { return {bytes & 0x00ff00ff, (bytes >> 8) & 0x00ff00ff}; }
-  QUIRE_INLINE i32 add(i32 sum, const Weights& w, const XQuad& x) {
-    return sum + multiply_pairs(w.even, x.even) + multiply_pairs(w.odd, x.odd);
-  }
-  QUIRE_INLINE i32 total(i32 sum, i32) { return sum; }
-};
+using ByteSums = PairSums;
 
 template <int, bool>
 using SumsOf = ByteSums;
 #endif
 
+// acc[r][g] += the products of G lanes of weights and four values of R rows of x, from `at` on.
+template <typename Sums, int kPart = 0, int R, int G>
+QUIRE_INLINE void add_quads(i32 (&acc)[R][G], const i32 (&bytes)[G], const RowAddresses<R>& x, int64_t at) {
+  i32 w[G];
+  QUIRE_UNROLL
+  for (int g = 0; g < G; ++g) w[g] = Sums::template weights<kPart>(bytes[g]);
+  QUIRE_UNROLL
+  for (int r = 0; r < R; ++r) {
+    const auto* four = reinterpret_cast<const typename Sums::Value*>(x[r]) + at;
+    const i32 values = Sums::template values<kPart>(four);
+    QUIRE_UNROLL
+    for (int g = 0; g < G; ++g) acc[r][g] = Sums::add(acc[r][g], w[g], values);
+  }
+  if constexpr (kPart + 1 < Sums::kParts) add_quads<Sums, kPart + 1>(acc, bytes, x, at);
+}
+
 // W values of x, which follow each other.
-QUIRE_INLINE void store_values(XValue* to, i32 values) {
+QUIRE_INLINE void store_values(int8_t* to, i32 values) {
 #if defined(__AVX512VNNI__)
   _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)values));
 #elif defined(QUIRE_SIMD_AVX2)
@@ -163,11 +173,22 @@ QUIRE_INLINE void store_values(XValue* to, i32 values) {
   const int32x2_t bytes = (int32x2_t)vmovn_s16(vcombine_s16(halves, halves));
   std::memcpy(to, &bytes, W);
 #else
+  for (int lane = 0; lane < W; ++lane) to[lane] = int8_t(values[lane]);
+#endif
+}
+
+QUIRE_INLINE void store_values(int16_t* to, i32 values) {
+#if defined(QUIRE_SIMD_AVX2)
+  const __m256i all = (__m256i)values;
+  const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  const __m128i lower = _mm_shufflelo_epi16(halves, _MM_SHUFFLE(3, 1, 2, 0));
+  _mm_storeu_si128((__m128i*)to, _mm_shufflehi_epi16(lower, _MM_SHUFFLE(3, 1, 2, 0)));
+#else
   for (int lane = 0; lane < W; lane += 4) {
-    to[lane] = XValue(values[lane]);
-    to[lane + 1] = XValue(values[lane + 2]);
-    to[lane + 2] = XValue(values[lane + 1]);
-    to[lane + 3] = XValue(values[lane + 3]);
+    to[lane] = int16_t(values[lane]);
+    to[lane + 1] = int16_t(values[lane + 2]);
+    to[lane + 2] = int16_t(values[lane + 1]);
+    to[lane + 3] = int16_t(values[lane + 3]);
   }
 #endif
 }

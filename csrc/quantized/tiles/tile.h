@@ -56,11 +56,15 @@ struct QuantizedRow {
         bits(shape.format.bits),
         has_mins(shape.format.min != Number::kNone),
         has_bytes(quire::QUIRE_ISA::has_bytes(shape.format)),
-        scales_at(groups * group * int64_t(sizeof(XValue))),
+        scales_at(groups * group * value_bytes()),
         lacks_at(scales_at + groups * int64_t(sizeof(float))),
         sums_at(lacks_at + groups * int64_t(sizeof(int32_t))),
         // Odd numbers of cache lines keep rows out of each other's sets.
         bytes((ceil_div(sums_at + (has_mins ? groups : 0) * int64_t(sizeof(float)), 64) | 1) * 64) {}
+
+  QUIRE_MEMBER int64_t value_bytes() const {
+    return has_bytes ? sizeof(ByteSums::Value) : sizeof(SumsOf<4, false>::Value);
+  }
 };
 
 // A piece of a panel: of `groups` groups the units [group / 4][32], scales and mins [groups][32].
@@ -103,22 +107,18 @@ struct PanelOut {
 template <bool kHalves>
 struct QuantizedTile {
   static constexpr TileShape kShape = kByteShape;
+  static constexpr int64_t kValueBytes = sizeof(ByteSums::Value);
   static constexpr bool kIsWhole = kUnpacksInRegisters;  // there is one group: others have tiles of their own
 
   template <int R, int G>
   QUIRE_INLINE void multiply(i32 (&acc)[R][G], const char* units, const RowAddresses<R>& x, int64_t at, int shift) {
-    ByteSums::Weights w[G];
+    i32 bytes[G];
     QUIRE_UNROLL
     for (int g = 0; g < G; ++g) {
-      const i32 bytes = load_lanes(units + g * W * kUnitBytes);
-      w[g] = ByteSums::weights(kHalves ? (bytes >> shift) & 0x0f0f0f0f : bytes);
+      bytes[g] = load_lanes(units + g * W * kUnitBytes);
+      if (kHalves) bytes[g] = (bytes[g] >> shift) & 0x0f0f0f0f;
     }
-    QUIRE_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const XQuad value = set1_quad(reinterpret_cast<const XValue*>(x[r]) + at);
-      QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) acc[r][g] = ByteSums::add(acc[r][g], w[g], value);
-    }
+    add_quads<ByteSums>(acc, bytes, x, at);
   }
 
   // sums += the products of R quantized rows and G vectors of columns, from `column` on; sums' rows are 32 apart. Those
@@ -142,7 +142,7 @@ struct QuantizedTile {
     const int64_t groups = kIsWhole ? 1 : piece.groups;
     for (int64_t index = 0; index < groups; ++index) {
       const int64_t group = piece.first + index;
-      RowAddresses<R> x(rows + group * layout.group * int64_t(sizeof(XValue)), row_bytes);
+      RowAddresses<R> x(rows + group * layout.group * kValueBytes, row_bytes);
       i32 acc[R][G];
       QUIRE_UNROLL
       for (int r = 0; r < R; ++r) {
@@ -150,8 +150,7 @@ struct QuantizedTile {
         QUIRE_UNROLL
         for (int g = 0; g < G; ++g) acc[r][g] = lack;
       }
-      for (int64_t unit = 0; unit < unit_rows;
-           ++unit, units += kUnitRowBytes, x += kUnitBytes * int64_t(sizeof(XValue))) {
+      for (int64_t unit = 0; unit < unit_rows; ++unit, units += kUnitRowBytes, x += kUnitBytes * kValueBytes) {
         ask_for<(G * W * kUnitBytes + 63) / 64>(ask, ahead);
         ahead += step;
         multiply<R, G>(acc, units, x, 0, 0);
