@@ -139,9 +139,9 @@ static void quantize_rotated_row(const T* x, const float* factors, const Quantiz
   quantize_row<float>(rotated, nullptr, layout, row);
 }
 
-// The most blocks of rows that share requests into the nearest cache: more multiply for so long that one of them may as
-// well read. Nothing asks for a task's first piece then, so that tasks are larger.
-constexpr int64_t kSharingBlocks = 4, kSharingTaskPanels = kAsksNear ? 32 : kTaskPanels;
+// The most blocks of rows that share requests, where the nearest cache is large and where it is not: more multiply for
+// so long that one of them may as well read. Nothing asks for a task's first piece then, so that tasks are larger.
+constexpr int64_t kSharingBlocks = 4, kFewSharingBlocks = 2, kSharingTaskPanels = kAsksNear ? 32 : kTaskPanels;
 // The most bytes of a piece for which small tiles share requests: two of them stay in the second-level cache.
 constexpr int64_t kMostShared = W == 8 ? 256 * 1024 : 0;
 
@@ -172,7 +172,7 @@ static bool shares_requests(const PanelReader& reader, const QuantizedRow& layou
   const int64_t blocks = ceil_div(rows, shape.rows);
   if (asks_in_line(reader, rows)) return blocks > 1 || shape.width(int(rows)) < kVectorsPerPanel;
   if (blocks == 1 || !is_read_as_stored(reader, rows)) return false;
-  if (kAsksNear) return blocks <= kSharingBlocks && has_large_nearest_cache();
+  if (kAsksNear) return blocks <= (has_large_nearest_cache() ? kSharingBlocks : kFewSharingBlocks);
   return layout.group > QuantizedShape::kBlock && layout.group * kPanelColumns <= kMostShared;
 }
 
