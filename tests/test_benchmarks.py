@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from benchmarks.checkpoints.derived import ensure_adapters, ensure_packed
 from benchmarks.checkpoints.mixture import MixtureShape, ensure_mixture
 from benchmarks.drivers.convert_to_gguf import gguf_name
 from benchmarks.drivers.protocol import random_prompts
+from benchmarks.drivers.quire_engine import kernel_times
 from benchmarks.engines import interleaved
 from benchmarks.engines.interleaved import Run
 from benchmarks.engines.peers import PRECISIONS, Engine, LeftOutError
@@ -146,6 +148,35 @@ def test_threads_are_measured_in_turn_up_to_twice_the_machine_s(run: Run, monkey
     assert found[5]["tokens_per_s"] == 8 * 32 * 2 / 2
     assert asked[:8] == [(count, output_len) for output_len in (4, 32) for count in (1, 2, 3, 6)]
     assert [scaling.thread_counts(most) for most in (1, 2, 8)] == [[1, 2], [1, 2, 4], [1, 2, 4, 8, 16]]
+
+
+def test_kernels_are_timed_while_they_run_and_no_product_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = list[str]()
+
+    def counting(name: str) -> Any:
+        kernel = getattr(kernels, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            called.append(name)
+            time.sleep(0.001)
+            return kernel(*arguments, **named)
+
+        return call
+
+    def recorded(*_: object) -> Any:
+        raise AssertionError("kernels of a recorded step run when it is replayed")
+
+    products = ("matmul", "activated_matmul")
+    llm = LLM(interleaved.TINY, quantization="int8", max_model_len=64, num_gpu_blocks_override=32)
+    for name in products:
+        monkeypatch.setattr(kernels, name, counting(name))
+    monkeypatch.setattr(kernels.KernelGraph, "record", recorded)
+    params = SamplingParams(max_tokens=2, temperature=0)
+    found = kernel_times(lambda: llm.generate([{"prompt_token_ids": list(range(40))}], params, use_tqdm=False))
+    assert set(called) == set(products)
+    assert found["products_s"] >= 0.001 * len(called)
+    assert found["attention_s"] > 0
+    assert found["others_s"] > 0
 
 
 def test_prompts_are_the_same_for_every_engine() -> None:

@@ -71,7 +71,7 @@ def load() -> Mapping[str, Handler]:
         steps, kernels = list[float](), list[dict[str, float]]()
         for _ in range(_WARM_UP_STEPS + num_steps):  # interleaved, because the machine's speed changes
             steps.append(timed(lambda: executor.execute(batch)))
-            kernels.append(_kernel_times(lambda: executor.execute(batch)))
+            kernels.append(kernel_times(lambda: executor.execute(batch)))
         found = {part: statistics.median(times[part] for times in kernels[_WARM_UP_STEPS:]) for part in kernels[-1]}
         return {"step_s": statistics.median(steps[_WARM_UP_STEPS:])} | found
 
@@ -87,7 +87,7 @@ def load() -> Mapping[str, Handler]:
     }
 
 
-def _kernel_times(step: Callable[[], object]) -> dict[str, float]:
+def kernel_times(step: Callable[[], object]) -> dict[str, float]:
     """Return the seconds that the kernels of a step take: matrix products, attention, and all others."""
     from quire import kernels
     from quire.runner import model_runner

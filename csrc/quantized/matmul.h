@@ -73,7 +73,7 @@ QUIRE_INLINE void round_group(const T* from, int64_t count, int64_t size, float 
   const auto round = [&](int chain, int64_t i, f32 v) __attribute__((always_inline)) {
     const i32 rounded = as_int(v * factor + shifter) - as_int(shifter);
     sums_of[chain] = sums_of[chain] + rounded;
-    store_values(values + i, rounded);
+    store_values(values + i, rounded, std::make_index_sequence<W>());
   };
   const bool is_zero = inverse == 0;
   int64_t i = 0;

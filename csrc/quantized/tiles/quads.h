@@ -1,6 +1,9 @@
 // Sums of four products of bytes: weights in [0, 255] times x in [-127, 127], in int32. Every variant gives the same.
 #pragma once
 
+#include <cstring>
+#include <utility>
+
 #include "isa/rows.h"
 #include "isa/simd.h"
 
@@ -160,37 +163,15 @@ QUIRE_INLINE void add_quads(i32 (&acc)[R][G], const i32 (&bytes)[G], const RowAd
   if constexpr (kPart + 1 < Sums::kParts) add_quads<Sums, kPart + 1>(acc, bytes, x, at);
 }
 
-// W values of x, which follow each other.
-QUIRE_INLINE void store_values(int8_t* to, i32 values) {
-#if defined(__AVX512VNNI__)
-  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)values));
-#elif defined(QUIRE_SIMD_AVX2)
-  const __m256i all = (__m256i)values;
-  const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-  _mm_storel_epi64((__m128i*)to, _mm_packs_epi16(halves, halves));
-#elif defined(QUIRE_SIMD_NEON)
-  const int16x4_t halves = vmovn_s32((int32x4_t)values);
-  const int32x2_t bytes = (int32x2_t)vmovn_s16(vcombine_s16(halves, halves));
-  std::memcpy(to, &bytes, W);
-#else
-  for (int lane = 0; lane < W; ++lane) to[lane] = int8_t(values[lane]);
-#endif
-}
-
-QUIRE_INLINE void store_values(int16_t* to, i32 values) {
-#if defined(QUIRE_SIMD_AVX2)
-  const __m256i all = (__m256i)values;
-  const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-  const __m128i lower = _mm_shufflelo_epi16(halves, _MM_SHUFFLE(3, 1, 2, 0));
-  _mm_storeu_si128((__m128i*)to, _mm_shufflehi_epi16(lower, _MM_SHUFFLE(3, 1, 2, 0)));
-#else
-  for (int lane = 0; lane < W; lane += 4) {
-    to[lane] = int16_t(values[lane]);
-    to[lane + 1] = int16_t(values[lane + 2]);
-    to[lane + 2] = int16_t(values[lane + 1]);
-    to[lane + 3] = int16_t(values[lane + 3]);
-  }
-#endif
+// W values of x, which follow each other, in the order of fours that `Value` has (PairSums).
+template <typename Value, size_t... kLanes>
+QUIRE_INLINE void store_values(Value* to, i32 values, std::index_sequence<kLanes...>) {
+  typedef Value narrow __attribute__((vector_size(W * sizeof(Value))));
+  constexpr bool kPairs = sizeof(Value) > 1;
+  const i32 ordered =
+      __builtin_shufflevector(values, values, (kPairs ? kLanes / 4 * 4 + kLanes % 4 / 2 + kLanes % 2 * 2 : kLanes)...);
+  const narrow rounded = __builtin_convertvector(ordered, narrow);
+  std::memcpy(to, &rounded, sizeof rounded);
 }
 
 }  // namespace quire::QUIRE_ISA
