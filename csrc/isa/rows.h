@@ -43,7 +43,7 @@ QUIRE_INLINE float sum_parts(int64_t width, const Part& part) {
 }
 
 // The same place of R rows, `stride` apart: of each three rows one address, which the compiler keeps in a register. Of
-// a dozen it would keep some in vector registers, and take them out by the ports that multiply.
+// a dozen it would keep some in vector registers, and take them out by the ports that multiply. Elsewhere it chooses.
 template <int R>
 struct RowAddresses {
   const char* first[(R + 2) / 3];
@@ -53,7 +53,9 @@ struct RowAddresses {
     QUIRE_UNROLL
     for (int i = 0; i < (R + 2) / 3; ++i) {
       first[i] = at + 3 * i * stride;
+#if defined(__AVX512VNNI__) || defined(QUIRE_SIMD_AVX2)
       asm("" : "+r"(first[i]));
+#endif
     }
   }
   QUIRE_MEMBER const char* operator[](int r) const { return first[r / 3] + r % 3 * stride; }

@@ -147,20 +147,35 @@ template <int, bool>
 using SumsOf = ByteSums;
 #endif
 
-// acc[r][g] += the products of G lanes of weights and four values of R rows of x, from `at` on.
-template <typename Sums, int kPart = 0, int R, int G>
-QUIRE_INLINE void add_quads(i32 (&acc)[R][G], const i32 (&bytes)[G], const RowAddresses<R>& x, int64_t at) {
-  i32 w[G];
+// acc[r][g] += these parts of the products of G lanes of weights and four values of R rows of x, from `at` on.
+template <typename Sums, int... kParts, int R, int G>
+QUIRE_INLINE void add_parts(i32 (&acc)[R][G], const i32 (&bytes)[G], const RowAddresses<R>& x, int64_t at) {
+  i32 w[G][sizeof...(kParts)];
   QUIRE_UNROLL
-  for (int g = 0; g < G; ++g) w[g] = Sums::template weights<kPart>(bytes[g]);
+  for (int g = 0; g < G; ++g) {
+    int part = 0;
+    ((w[g][part++] = Sums::template weights<kParts>(bytes[g])), ...);
+  }
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
     const auto* four = reinterpret_cast<const typename Sums::Value*>(x[r]) + at;
-    const i32 values = Sums::template values<kPart>(four);
+    const i32 values[] = {Sums::template values<kParts>(four)...};
     QUIRE_UNROLL
-    for (int g = 0; g < G; ++g) acc[r][g] = Sums::add(acc[r][g], w[g], values);
+    for (int g = 0; g < G; ++g) {
+      QUIRE_UNROLL
+      for (int part = 0; part < int(sizeof...(kParts)); ++part) {
+        acc[r][g] = Sums::add(acc[r][g], w[g][part], values[part]);
+      }
+    }
   }
-  if constexpr (kPart + 1 < Sums::kParts) add_quads<Sums, kPart + 1>(acc, bytes, x, at);
+}
+
+// All parts: with AVX2, which has few registers, one for all rows before the next.
+template <typename Sums, int R, int G>
+QUIRE_INLINE void add_quads(i32 (&acc)[R][G], const i32 (&bytes)[G], const RowAddresses<R>& x, int64_t at) {
+  if constexpr (Sums::kParts > 1 && W != 8) return add_parts<Sums, 0, 1>(acc, bytes, x, at);
+  add_parts<Sums, 0>(acc, bytes, x, at);
+  if constexpr (Sums::kParts > 1 && W == 8) add_parts<Sums, 1>(acc, bytes, x, at);
 }
 
 // W values of x, which follow each other, in the order of fours that `Value` has (PairSums).
