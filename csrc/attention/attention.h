@@ -42,7 +42,7 @@ class AttentionTask {
   void run(LookAhead<C>& ahead) {
     stage_queries();
     if constexpr (!kInt8) {
-      if (a_.has_latents()) arrange_queries(a_, s_, rows_, query(0));
+      if (a_.has_latents()) arrange_queries(a_, s_, rows_, reinterpret_cast<const C*>(s_.queries));
     }
     KeyTile<C> tile;
     const KeyRange keys = key_range(a_, item_);
@@ -128,8 +128,10 @@ class AttentionTask {
         s_.end_keys[r] = end_key;
         if constexpr (kInt8) {
           s_.query_scales[r] *= quantize_query(from, a_.head_dim, query(r));
+        } else if (sizeof(*query(r)) == sizeof(T) || a_.has_latents()) {
+          std::memcpy(reinterpret_cast<T*>(s_.queries) + r * a_.head_dim, from, size_t(a_.head_dim) * sizeof(T));
         } else {
-          std::memcpy(query(r), from, size_t(a_.head_dim) * sizeof(T));
+          for_parts(a_.head_dim, [&](int64_t i, int64_t n) { store_some(query(r) + i, load_some(from + i, n), n); });
         }
       }
     }
@@ -181,16 +183,8 @@ class AttentionTask {
       }
     }
     if (!in_place && !a_.has_key_rows()) {
-      clear_keys(first / W * W, first, packed);
-      clear_keys(last, (last + W - 1) / W * W, packed);
-    }
-  }
-
-  // Zero packed keys that are multiplied but not seen: denormals, which the scratch may hold, take far longer.
-  void clear_keys(int64_t begin, int64_t end, C* packed) const {
-    constexpr int64_t kPack = Lane::kPack;
-    for (int64_t lane = 0; begin < end && lane < key_lanes<C>(a_); ++lane) {
-      std::memset(packed + (lane * kTileKeys + begin) * kPack, 0, size_t(end - begin) * 4);
+      clear_keys(a_, first / W * W, first, packed);
+      clear_keys(a_, last, (last + W - 1) / W * W, packed);
     }
   }
 
@@ -210,21 +204,23 @@ class AttentionTask {
       return row + (a_.has_latents() || uses_tiles() ? min_of(b * most, head_rows_) : head_rows_ * b / blocks);
     };
     for (int64_t r = row; r < row + head_rows_; ++r) s_.references[r] = -kInfinity;
+    int64_t bounds[kPassBlocks + 1];
     for (int64_t block = 0; block < blocks; block += kPassBlocks) {
-      run_blocks(tile, block, min_of(block + kPassBlocks, blocks), row_of, state,
-                 blocks <= 2 && a_.block_tables != nullptr ? &ahead : nullptr);
+      const int64_t count = min_of(kPassBlocks, blocks - block);
+      for (int64_t b = 0; b <= count; ++b) bounds[b] = row_of(block + b);
+      run_blocks(tile, bounds, count, state, blocks <= 2 && a_.block_tables != nullptr ? &ahead : nullptr);
     }
   }
 
-  // One step for all rows of blocks [begin, end) before the next: then the rows' chains of operations overlap.
-  template <typename RowOf>
-  void run_blocks(const KeyTile<C>& tile, int64_t begin, int64_t end, const RowOf& row_of, const State& state,
+  // One step for the rows of all blocks, which `bounds` are between, before the next: then the rows' chains of
+  // operations overlap.
+  void run_blocks(const KeyTile<C>& tile, const int64_t* bounds, int64_t count, const State& state,
                   LookAhead<C>* ahead) const {
-    const int64_t begin_row = row_of(begin), end_row = row_of(end);
+    const int64_t begin_row = bounds[0], end_row = bounds[count];
     const auto scores = [&](int64_t r) { return s_.scores + (r - begin_row) * kTileKeys; };
     const auto for_blocks = [&](const auto& call) {  // call(row, rows, first, last): rows that see keys [first, last)
-      for (int64_t b = begin; b < end; ++b) {
-        const int64_t row = row_of(b), after = row_of(b + 1);
+      for (int64_t b = 0; b < count; ++b) {
+        const int64_t row = bounds[b], after = bounds[b + 1];
         const KeyRange keys = seen_by(s_, tile, row, after);
         if (keys.first < keys.last) call(row, after - row, keys.first, keys.last);
       }
@@ -240,13 +236,13 @@ class AttentionTask {
     for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
       if (!a_.has_latents() && !uses_tiles()) {
         with_rows<kMostAttentionRows>(rows, [&]<int R>() {
-          score_range<C, R>(tile, fetch(row), first, last, a_.head_dim, query(row), s_.query_scales + row, scores(row));
+          with_ahead(fetch(row), [&](auto& asks) {
+            score_range<C, R>(tile, asks, first, last, a_.head_dim, query(row), s_.query_scales + row, scores(row));
+          });
         });
       }
       const int64_t vector = first / W, vectors_end = (last + W - 1) / W;
-      if (a_.changes_scores()) {
-        change_scores(tile.start, row, rows, vector, vectors_end, scores(row));
-      }
+      if (a_.changes_scores()) change_scores(tile.start, row, rows, vector, vectors_end, scores(row));
       for (int64_t r = row; r < row + rows; ++r) {
         const int64_t first_seen = s_.first_keys[r] - tile.start, seen_end = s_.end_keys[r] - tile.start;
         if (first_seen > vector * W || seen_end < vectors_end * W) {
@@ -265,8 +261,8 @@ class AttentionTask {
       if constexpr (kInt8) quantize_probs(tile, a_.head_dim, rows, scores(row), vector, vectors_end, s_.steps + row);
     });
     if constexpr (kHasTiles) {
-      const auto clear = [&](int64_t b) { clear_unseen(s_, tile, begin_row, end_row, row_of(b), row_of(b + 1)); };
-      for (int64_t b = begin; uses_tiles() && b < end; ++b) clear(b);
+      const auto clear = [&](int64_t b) { clear_unseen(s_, tile, begin_row, end_row, bounds[b], bounds[b + 1]); };
+      for (int64_t b = 0; uses_tiles() && b < count; ++b) clear(b);
       if (uses_tiles() && !a_.has_latents()) {
         return add_on_tiles(a_, s_, tiles_, tile, begin_row, end_row, 0, a_.value_dim, state.rows);
       }
@@ -278,8 +274,10 @@ class AttentionTask {
       with_rows<kMostAttentionRows>(rows, [&]<int R>() {
         constexpr int kVectors = kAttentionVectors<R>;
         const auto add = [&]<int V, bool kStaged>(int64_t dim) {
-          add_values<V, C, R, kStaged>(s_.values + dim, tile, fetch(row), dim, first, last, scores(row), s_.decay + row,
-                                       s_.steps + row, state.rows + row * a_.row_stride, a_.row_stride);
+          with_ahead(fetch(row), [&](auto& asks) {
+            add_values<V, C, R, kStaged>(s_.values + dim, tile, asks, dim, first, last, scores(row), s_.decay + row,
+                                         s_.steps + row, state.rows + row * a_.row_stride, a_.row_stride);
+          });
         };
         int64_t dim = 0;
         for (; !stages() && dim < a_.value_dim; dim += kVectors * W) add.template operator()<kVectors, false>(dim);

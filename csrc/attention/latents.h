@@ -77,16 +77,17 @@ static inline void add_latents(const AttentionArgs& args, const AttentionScratch
   const KeyRange all = seen_by(scratch, tile, begin, end);
   for (int64_t dim = 0; dim < args.value_dim; dim += kMostVectors * W) {
     const int64_t dims = min_of(kMostVectors * W, args.value_dim - dim);
-    stage_values<C, LookAhead<C>>(tile, nullptr, all.first, all.last, dim, dim + dims, args.row_stride, scratch.values);
+    NoAhead none;
+    stage_values<C, NoAhead>(tile, nullptr, all.first, all.last, dim, dim + dims, args.row_stride, scratch.values);
     for (int64_t row = begin; row < end; row += kMostAttentionRows) {
       const int64_t rows = min_of(kMostAttentionRows, end - row);
       const KeyRange keys = seen_by(scratch, tile, row, row + rows);
       with_rows<kMostAttentionRows>(rows, [&]<int R>() {
         constexpr int kVectors = kAttentionVectors<R> < kMostVectors ? kAttentionVectors<R> : kMostVectors;
         const auto add = [&]<int V>(int64_t d) {
-          add_values<V, C, R, true, LookAhead<C>>(scratch.values + d, tile, nullptr, dim + d, keys.first, keys.last,
-                                                  scratch.scores + (row - begin) * kTileKeys, scratch.decay + row,
-                                                  scratch.steps + row, out + row * args.row_stride, args.row_stride);
+          add_values<V, C, R, true>(scratch.values + d, tile, none, dim + d, keys.first, keys.last,
+                                    scratch.scores + (row - begin) * kTileKeys, scratch.decay + row,
+                                    scratch.steps + row, out + row * args.row_stride, args.row_stride);
         };
         int64_t d = 0;
         for (; d + kVectors * W <= dims; d += kVectors * W) add.template operator()<kVectors>(d);

@@ -38,6 +38,15 @@ QUIRE_INLINE int64_t key_lanes(const AttentionArgs& args) {
   return args.head_dim / KeyLane<C>::kPack + KeyLane<C>::kScaleLanes;
 }
 
+// Zero packed keys that are multiplied but not seen: denormals, which the scratch may hold, take far longer.
+template <typename C>
+QUIRE_INLINE void clear_keys(const AttentionArgs& args, int64_t begin, int64_t end, C* packed) {
+  constexpr int64_t kPack = KeyLane<C>::kPack;
+  for (int64_t lane = 0; begin < end && lane < key_lanes<C>(args); ++lane) {
+    std::memset(packed + (lane * kTileKeys + begin) * kPack, 0, size_t(end - begin) * 4);
+  }
+}
+
 // Keys and values from a slot of a sequence's block `index` on, of one head; of latents, which are both, only values.
 template <typename C>
 struct BlockSlot {
@@ -56,6 +65,8 @@ static inline BlockSlot<C> find_slot(const AttentionArgs& args, int64_t seq, int
               (kv_head * args.block_size * key_lanes<C>(args) + offset) * KeyLane<C>::kPack,
           values};
 }
+
+namespace {
 
 // Walks over the tiles of a run of items, up to two ahead of the work, and fetches what lies there into the
 // second-level cache: in the order of memory, block by block, since that is what the processor's own prefetchers
@@ -106,7 +117,7 @@ class LookAhead {
   }
 
   // Whether keys and values are fetched in turns, and also beside staging and the softmax.
-  bool pairs() const { return pairs_; }
+  bool pairs() const { return kMayPair && pairs_; }
 
  private:
   // The most heads of queries of a head of keys for that: with seven, too much was asked for at once.
@@ -134,7 +145,8 @@ class LookAhead {
   bool is_in_lanes() const { return a_.block_size > kTileKeys; }
   int64_t piece_keys() const { return min_of(a_.block_size, kTileKeys); }
 
-  bool next_piece() {
+  // Not inlined: loops that fetch keep their registers.
+  __attribute__((noinline)) bool next_piece() {
     if (key_ >= min_of(start_ + kTileKeys, last_) && lead_ < 2) next_tile();
     if (key_ >= min_of(start_ + kTileKeys, last_) || item_ == end_ || a_.block_size % W != 0) return false;
     const int64_t heads = item_->num_kv_heads, lanes = heads * key_lanes<C>(a_);
@@ -172,5 +184,14 @@ class LookAhead {
   int64_t to_values_ = 0;  // from a block's keys, in bytes
   const char *next_ = nullptr, *piece_end_ = nullptr;
 };
+
+}  // namespace
+
+// Calls call(*ahead), or call with what fetches nothing if it is null: loops of many rows hold nothing of it.
+template <typename C, typename Call>
+QUIRE_INLINE void with_ahead(LookAhead<C>* ahead, const Call& call) {
+  NoAhead none;
+  ahead != nullptr ? call(*ahead) : call(none);
+}
 
 }  // namespace quire::QUIRE_ISA

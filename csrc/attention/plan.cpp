@@ -336,7 +336,7 @@ void make_plan(DType dtype, const AttentionArgs& args, const PlanKey& key, Plan&
   plan.partial_floats = plan.work = plan.sections_read = 0;
   const int64_t group = args.num_heads / args.num_kv_heads, threads = key.threads;
   const bool is_of_many = args.num_tokens * args.num_heads >= kItemsPerThread * threads * kTextItemRows;
-  const int64_t item_rows = args.block_tables == nullptr && is_of_many ? kTextItemRows : kItemRows;
+  const int64_t item_rows = !args.has_latents() && is_of_many ? kTextItemRows : kItemRows;
   const int64_t tokens_per_item = std::max<int64_t>(1, item_rows / group);
   plan.rows = std::max(tokens_per_item * group, item_rows);
   make_items(args, tokens_per_item, heads_per_item(dtype, args), plan);

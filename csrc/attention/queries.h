@@ -1,4 +1,4 @@
-// Queries of an int8 cache.
+// Queries as products of keys read them: made once for all keys.
 #pragma once
 
 #include "attention/tiles/tile.h"
@@ -6,6 +6,22 @@
 #include "quantized/rotation.h"
 
 namespace quire::QUIRE_ISA {
+
+#if !defined(QUIRE_MULTIPLIES_PAIRS)
+// Of bf16 they are float32: to take a pair apart and spread both over a vector takes longer than to read two floats.
+template <>
+struct KeyLane<bf16> : PlainKeyLane<bf16> {
+  using Query = float;
+  struct Pair {
+    f32 lower, upper;
+  };
+  using PlainKeyLane<bf16>::broadcast, PlainKeyLane<bf16>::dot;
+  QUIRE_INLINE Pair broadcast(const float* p) { return {set1(p[0]), set1(p[1])}; }
+  QUIRE_INLINE f32 dot(f32 acc, Vector key, const Pair& query) {
+    return fma(upper(key), query.upper, fma(lower(key), query.lower, acc));
+  }
+};
+#endif
 
 // Calls call(begin, count, rotated) for blocks of a query, rotated as the keys of an int8 cache are.
 template <typename T, typename Call>

@@ -51,12 +51,14 @@ struct KeyTile {
 
 // The four-byte lane of the key layout: one float, a pair of bf16, or four int8, where keys have two more lanes.
 template <typename C>
-struct KeyLane : Lane<C> {
+struct PlainKeyLane : Lane<C> {
   using Query = C;
   using Sum = f32;
   static constexpr int64_t kPack = 4 / sizeof(C), kScaleLanes = 0;
   QUIRE_INLINE f32 score(f32 sum, f32 scale, const float*) { return sum * scale; }
 };
+template <typename C>
+struct KeyLane : PlainKeyLane<C> {};
 
 #if defined(QUIRE_NEON_I8MM)
 template <>
@@ -121,6 +123,12 @@ static inline void lanes_of_rows(const C* const* rows, int64_t count, int64_t st
   }
 }
 
+// Fetches nothing ahead.
+struct NoAhead {
+  template <int kBytes>
+  QUIRE_MEMBER void fetch(int64_t) {}
+};
+
 // e^v becomes 2^(v log2 e): the scale of scores takes the factor.
 constexpr float kLog2E = 1.44269504f;
 
@@ -135,10 +143,12 @@ static inline void with_rows(int64_t rows, const Call& call) {
 }
 
 // scores[r][key] = scales[r] * (queries[r] . key) for R rows, head_dim apart, and the V vectors of keys from `vector`
-// on. As many lines as are read are fetched ahead meanwhile, if `ahead` is not null.
+// on. As many lines as are read are fetched ahead meanwhile. Not inlined, as add_values below: what is around them
+// would decide how the compiler uses registers in their loops.
 template <int V, typename C, int R, typename Ahead>
-static inline void score_keys(const KeyTile<C>& tile, Ahead* ahead, int64_t vector, int64_t head_dim,
-                              const typename KeyLane<C>::Query* queries, const float* scales, float* scores) {
+__attribute__((noinline)) static void score_keys(const KeyTile<C>& tile, Ahead& ahead, int64_t vector, int64_t head_dim,
+                                                 const typename KeyLane<C>::Query* queries, const float* scales,
+                                                 float* scores) {
   using Lane = KeyLane<C>;
   typename Lane::Sum acc[R][V];
   QUIRE_UNROLL
@@ -151,7 +161,7 @@ static inline void score_keys(const KeyTile<C>& tile, Ahead* ahead, int64_t vect
     typename Lane::Vector key[V];
     QUIRE_UNROLL
     for (int v = 0; v < V; ++v) key[v] = Lane::load(tile.vectors[vector + v] + i * tile.lane_stride);
-    if (ahead != nullptr) ahead->template fetch<V * W * 4>(i);
+    ahead.template fetch<V * W * 4>(i);
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
       const auto query = Lane::broadcast(queries + r * head_dim + i * Lane::kPack);
@@ -159,7 +169,7 @@ static inline void score_keys(const KeyTile<C>& tile, Ahead* ahead, int64_t vect
       for (int v = 0; v < V; ++v) acc[r][v] = Lane::dot(acc[r][v], key[v], query);
     }
   }
-  for (int64_t i = 0; ahead != nullptr && i < Lane::kScaleLanes; ++i) ahead->template fetch<V * W * 4>(i);
+  for (int64_t i = 0; i < Lane::kScaleLanes; ++i) ahead.template fetch<V * W * 4>(i);
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
     QUIRE_UNROLL
@@ -172,7 +182,7 @@ static inline void score_keys(const KeyTile<C>& tile, Ahead* ahead, int64_t vect
 
 // The same of all vectors that hold keys [first, last): one at a time where less than half of V are left.
 template <typename C, int R, typename Ahead>
-static inline void score_range(const KeyTile<C>& tile, Ahead* ahead, int64_t first, int64_t last, int64_t head_dim,
+static inline void score_range(const KeyTile<C>& tile, Ahead& ahead, int64_t first, int64_t last, int64_t head_dim,
                                const typename KeyLane<C>::Query* queries, const float* scales, float* scores) {
   constexpr int V = kAttentionVectors<R>;
   int64_t v = first / W / V * V;
@@ -346,11 +356,11 @@ static inline void quantize_probs(const KeyTile<int8_t>& tile, int64_t head_dim,
 
 // out[r] = out[r] * decay[r] + steps[r] * sum of probs[r] * values over the lanes of keys [first, last) in order, for V
 // vectors of dimensions from `dim` on of R rows. `staged` begins with dimension `dim`; without staged values these must
-// be whole vectors of the tile's. As many lines as are read are fetched ahead meanwhile, if `ahead` is not null.
+// be whole vectors of the tile's. As many lines as are read are fetched ahead meanwhile.
 template <int V, typename C, int R, bool kStaged, typename Ahead>
-static inline void add_values(const float* staged, const KeyTile<C>& tile, Ahead* ahead, int64_t dim, int64_t first,
-                              int64_t last, const float* probs, const float* decay, const float* steps, float* out,
-                              int64_t row_stride) {
+__attribute__((noinline)) static void add_values(const float* staged, const KeyTile<C>& tile, Ahead& ahead, int64_t dim,
+                                                 int64_t first, int64_t last, const float* probs, const float* decay,
+                                                 const float* steps, float* out, int64_t row_stride) {
   using Lane = ValueLane<C>;
   typename Lane::Sum acc[R][V];
   QUIRE_UNROLL
@@ -369,7 +379,7 @@ static inline void add_values(const float* staged, const KeyTile<C>& tile, Ahead
         Lane::make(tile.values + i * Lane::kKeys, dim + v * W, Lane::kVectors * W, value + v);
       }
     }
-    if (ahead != nullptr) ahead->template fetch<V * W * Lane::kKeys* int(sizeof(C))>(i);
+    ahead.template fetch<V * W * Lane::kKeys* int(sizeof(C))>(i);
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
       const auto prob = Lane::broadcast(probs + r * kTileKeys + i);
