@@ -66,7 +66,7 @@ static inline BlockSlot<C> find_slot(const AttentionArgs& args, int64_t seq, int
           values};
 }
 
-namespace {
+namespace {  // then the compiler knows which registers next_piece changes
 
 // Walks over the tiles of a run of items, up to two ahead of the work, and fetches what lies there into the
 // second-level cache: in the order of memory, block by block, since that is what the processor's own prefetchers

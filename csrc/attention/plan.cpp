@@ -22,9 +22,9 @@ constexpr int64_t kInlineWork = 1 << 20;
 constexpr int64_t kInlineWorkAwake = 1 << 15;
 // More items than threads, so that the last ones to finish do not leave the other threads idle for long.
 constexpr int64_t kItemsPerThread = 4;
-// Query rows that share one pass over the keys of a text without a cache, which each item makes into lanes for itself:
-// more than kItemRows, where there are enough of them for all threads.
-constexpr int64_t kTextItemRows = 384;
+// Query rows that share one pass over the keys where there are enough of them for all threads, but of latents: each
+// item makes values, and keys of a text without a cache, into lanes for itself.
+constexpr int64_t kManyItemRows = 384;
 // Runs of items, in each of which the first keys of an item are fetched during the one before. Items of many rows fetch
 // nothing ahead, and more runs of them leave threads idle for less of the time. Fewer where each would take less than a
 // microsecond or two.
@@ -335,8 +335,8 @@ void make_plan(DType dtype, const AttentionArgs& args, const PlanKey& key, Plan&
   plan.split.clear();
   plan.partial_floats = plan.work = plan.sections_read = 0;
   const int64_t group = args.num_heads / args.num_kv_heads, threads = key.threads;
-  const bool is_of_many = args.num_tokens * args.num_heads >= kItemsPerThread * threads * kTextItemRows;
-  const int64_t item_rows = !args.has_latents() && is_of_many ? kTextItemRows : kItemRows;
+  const bool is_of_many = args.num_tokens * args.num_heads >= kItemsPerThread * threads * kManyItemRows;
+  const int64_t item_rows = !args.has_latents() && is_of_many ? kManyItemRows : kItemRows;
   const int64_t tokens_per_item = std::max<int64_t>(1, item_rows / group);
   plan.rows = std::max(tokens_per_item * group, item_rows);
   make_items(args, tokens_per_item, heads_per_item(dtype, args), plan);

@@ -106,6 +106,16 @@ def variants() -> st.SearchStrategy[Callable[[int], AttentionVariant]]:
     return st.one_of(st.just(made(None, None, None, False, False)), some)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("dtype", "cache_dtype"), STORAGE)
+def test_a_prompt_in_items_of_many_rows_has_the_bits_of_its_chunks(isa, dtype, cache_dtype):
+    heads, length = Heads(14, 2, 32, dtype, cache_dtype), 300  # 4,200 rows; items of few rows up to 3,071
+    with using(isa, num_threads=2):
+        whole = attend_alone(heads, make_stream(heads, length, 0))
+        batch = PagedBatch(heads, [make_stream(heads, length, 0)], 16)
+        assert same_bits(whole, torch.cat([batch.attend([(at, at + 100)])[0] for at in range(0, length, 100)]))
+
+
 @pytest.mark.essential
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
