@@ -34,18 +34,18 @@ void add_function(nb::module_& module, const char* name, Result (*run)(Args...),
   module.def(name, [run](Passed<Args>... args) { return run(received<Args>(args)...); }, extra...);
 }
 
-// Adds such a function, which runs a kernel, or adds it to the graph that is being recorded.
+// Runs a kernel, or adds it to the graph that is being recorded.
+template <typename Call>
+void record_or_run(const Call& call) {
+  KernelGraph* graph = KernelGraph::recording();
+  if (graph == nullptr || graph->runs()) call();
+  if (graph != nullptr) graph->add(call);
+}
+
+// Adds such a function, of a kernel.
 template <typename... Args, typename Run>
 void add_recorded(nb::module_& module, const char* name, Run run) {
-  module.def(
-      name,
-      [run](Passed<Args>... args) {
-        const auto call = [=] { run(received<Args>(args)...); };
-        KernelGraph* graph = KernelGraph::recording();
-        if (graph == nullptr || graph->runs()) call();
-        if (graph != nullptr) graph->add(call);
-      },
-      Unlocked());
+  module.def(name, [run](Passed<Args>... args) { record_or_run([=] { run(received<Args>(args)...); }); }, Unlocked());
 }
 
 template <typename... Args>

@@ -28,18 +28,25 @@ struct EmbeddingNormArgs {
   int64_t rows, width;
 };
 
+// RMSNorm or LayerNorm of x or, if there is a residual, of residual += x. All [rows, width] contiguous.
+struct NormArgs {
+  const void* x;
+  void* residual;       // or null
+  const float* weight;  // [width]
+  const float* bias;    // [width] or null, as for RMSNorm
+  float eps;
+  void* out;
+  int64_t rows, width;
+  bool is_rms;
+};
+
 struct NormTable {
   // All [rows, width] contiguous. residual += x, in place.
   void (*add[kNumDTypes])(const void* x, void* residual, int64_t rows, int64_t width);
   // x [outer, inner, width] has strides outer_stride and inner_stride; out is contiguous; weight [width].
   void (*rms_norm[kNumDTypes])(const void* x, const float* weight, float eps, void* out, int64_t outer, int64_t inner,
                                int64_t outer_stride, int64_t inner_stride, int64_t width);
-  // The same, and then the norm of that sum.
-  void (*add_rms_norm[kNumDTypes])(const void* x, void* residual, const float* weight, float eps, void* out,
-                                   int64_t rows, int64_t width);
-  // The same; residual may be null: x alone. So may bias.
-  void (*layer_norm[kNumDTypes])(const void* x, void* residual, const float* weight, const float* bias, float eps,
-                                 void* out, int64_t rows, int64_t width);
+  void (*norm[kNumDTypes])(const NormArgs& args);
   // x as that of rms_norm; weight and bias [inner, width]. bias may be null.
   void (*head_layer_norm[kNumDTypes])(const void* x, const float* weight, const float* bias, float eps, void* out,
                                       int64_t outer, int64_t inner, int64_t outer_stride, int64_t inner_stride,
@@ -135,6 +142,7 @@ struct QuantizedMatmulArgs {
   // What is multiplied is what this makes of x, which is [rows, 2 * k] if it is gated; null: x itself.
   const ActivationKind* activation;
   bool is_gated;
+  const NormArgs* norm;  // what makes x, each row before it is rounded; null: x is there
 };
 
 // Indexed by the DType of x and of the weight that was quantized.

@@ -19,8 +19,13 @@ struct Silu {
 // 2^v for v from -125 to 0, by a polynomial for 2^rest: v is split into an integer and a rest, as in split_exp.
 template <typename... Coefficients>
 QUIRE_INLINE f32 power_of_two(f32 v, Coefficients... of_rest) {
+#if defined(QUIRE_SIMD_AVX512)
+  const f32 power = nearest_integer(v);
+  return _mm512_scalef_ps(polynomial(v - power, of_rest...), power);
+#else
   const f32 shifter = set1(12582912.0f), shifted = v + shifter;
   return as_float(as_int(polynomial(v - (shifted - shifter), of_rest...)) + (as_int(shifted) << 23));
+#endif
 }
 
 // -|v| from kLowestGelu on. Below, gelu stays what it is there, less than 2^-121.
@@ -113,13 +118,13 @@ QUIRE_INLINE void ask_ahead(const T* gate, const T* up, int64_t i) {
 // Of a row, which is [gate | up], 2 * width wide, if it is gated.
 template <typename T, bool kGated, typename Kind>
 QUIRE_INLINE void activate_row(const Kind& kind, const T* from, int64_t width, T* to) {
-  for_parts(width, [=](int64_t i, int64_t n) __attribute__((always_inline)) {
+  make_row(to, width, [=](int64_t i, int64_t n) __attribute__((always_inline)) {
     if constexpr (kGated && kAmx) ask_ahead(from + i, from + width + i, i);
     const f32 v = load_some(from + i, n);
     if constexpr (kGated) {
-      store_some(to + i, apply_gated(kind, v, load_some(from + width + i, n)), n);
+      return apply_gated(kind, v, load_some(from + width + i, n));
     } else {
-      store_some(to + i, kind.apply(v), n);
+      return kind.apply(v);
     }
   });
 }

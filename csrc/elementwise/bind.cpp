@@ -6,8 +6,16 @@ namespace quire {
 void bind_elementwise(nb::module_& module) {
   add_kernel(module, "add", &KernelTable::norm, &NormTable::add);
   add_kernel(module, "rms_norm", &KernelTable::norm, &NormTable::rms_norm);
-  add_kernel(module, "add_rms_norm", &KernelTable::norm, &NormTable::add_rms_norm);
-  add_kernel(module, "layer_norm", &KernelTable::norm, &NormTable::layer_norm);
+  // The norm of x, or of residual += x, which a product that is recorded next may take over.
+  add_function(
+      module, "norm",
+      +[](int dtype, const void* x, void* residual, const float* weight, const float* bias, float eps, void* out,
+          int64_t rows, int64_t width, bool is_rms) {
+        const NormArgs args = {x, residual, weight, bias, eps, out, rows, width, is_rms};
+        record_or_run([=] { kernels().norm.norm[dtype](args); });
+        if (KernelGraph* graph = KernelGraph::recording()) graph->offer_norm(args);
+      },
+      Unlocked());
   add_kernel(module, "head_layer_norm", &KernelTable::norm, &NormTable::head_layer_norm);
   // A table after the other: its address, how many rows it has, and the ids of the rows wanted.
   add_kernel(

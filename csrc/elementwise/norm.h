@@ -13,8 +13,8 @@ QUIRE_INLINE void rms_norm_row(const T* x, const float* weight, float eps, T* ou
     return v * v;
   });
   const f32 scale = set1(1.0f / __builtin_sqrtf(sum / float(width) + eps));
-  for_parts(width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-    store_some(out + i, load_some(x + i, n) * scale * load_some(weight + i, n), n);
+  make_row(out, width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    return load_some(x + i, n) * scale * load_some(weight + i, n);
   });
 }
 
@@ -29,12 +29,12 @@ QUIRE_INLINE void layer_norm_of(const Element& element, const float* weight, con
     return n == W ? v * v : keep_n(v * v, n);
   });
   const f32 scale = set1(1.0f / __builtin_sqrtf(squares / float(width) + eps));
-  for_parts(width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+  make_row(out, width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
     const f32 v = (element(i, n) - mean) * scale, w = load_some(weight + i, n);
     if constexpr (kBias) {
-      store_some(out + i, fma(v, w, load_some(bias + i, n)), n);
+      return fma(v, w, load_some(bias + i, n));
     } else {
-      store_some(out + i, v * w, n);
+      return v * w;
     }
   });
 }
@@ -48,8 +48,8 @@ QUIRE_INLINE void layer_norm_row(const T* x, const float* weight, const float* b
 // residual += x, rounded to T.
 template <typename T>
 QUIRE_INLINE void add_row(const T* x, T* residual, int64_t width) {
-  for_parts(width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-    store_some(residual + i, load_some(residual + i, n) + load_some(x + i, n), n);
+  make_row(residual, width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    return load_some(residual + i, n) + load_some(x + i, n);
   });
 }
 
@@ -72,35 +72,28 @@ static void rms_norm(const void* x, const float* weight, float eps, void* out, i
 }
 
 template <typename T>
-static void add_rms_norm(const void* x, void* residual, const float* weight, float eps, void* out, int64_t rows,
-                         int64_t width) {
-  for_rows(rows, width, [&](int64_t begin, int64_t end) {
-    for (int64_t at = begin * width; at < end * width; at += width) {
-      T* sum = static_cast<T*>(residual) + at;
-      add_row(static_cast<const T*>(x) + at, sum, width);
-      rms_norm_row(sum, weight, eps, static_cast<T*>(out) + at, width);
-    }
-  });
+static void norm_row(const NormArgs& args, int64_t row) {
+  const int64_t width = args.width, at = row * width;
+  const T* from = static_cast<const T*>(args.x) + at;
+  if (args.residual != nullptr) {
+    T* sum = static_cast<T*>(args.residual) + at;
+    add_row(from, sum, width);
+    from = sum;
+  }
+  T* to = static_cast<T*>(args.out) + at;
+  if (args.is_rms) {
+    rms_norm_row(from, args.weight, args.eps, to, width);
+  } else if (args.bias != nullptr) {
+    layer_norm_row<true>(from, args.weight, args.bias, args.eps, to, width);
+  } else {
+    layer_norm_row<false>(from, args.weight, nullptr, args.eps, to, width);
+  }
 }
 
 template <typename T>
-static void layer_norm(const void* x, void* residual, const float* weight, const float* bias, float eps, void* out,
-                       int64_t rows, int64_t width) {
-  for_rows(rows, width, [&](int64_t begin, int64_t end) {
-    for (int64_t at = begin * width; at < end * width; at += width) {
-      const T* from = static_cast<const T*>(x) + at;
-      if (residual != nullptr) {
-        T* sum = static_cast<T*>(residual) + at;
-        add_row(from, sum, width);
-        from = sum;
-      }
-      T* to = static_cast<T*>(out) + at;
-      if (bias != nullptr) {
-        layer_norm_row<true>(from, weight, bias, eps, to, width);
-      } else {
-        layer_norm_row<false>(from, weight, bias, eps, to, width);
-      }
-    }
+static void norm(const NormArgs& args) {
+  for_rows(args.rows, args.width, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) norm_row<T>(args, row);
   });
 }
 
@@ -150,8 +143,7 @@ static void embedding_norm(const EmbeddingNormArgs& args) {
 static constexpr NormTable kNorm = {
     .add = {add<float>, add<bf16>},
     .rms_norm = {rms_norm<float>, rms_norm<bf16>},
-    .add_rms_norm = {add_rms_norm<float>, add_rms_norm<bf16>},
-    .layer_norm = {layer_norm<float>, layer_norm<bf16>},
+    .norm = {norm<float>, norm<bf16>},
     .head_layer_norm = {head_layer_norm<float>, head_layer_norm<bf16>},
     .embedding_norm = {embedding_norm<float>, embedding_norm<bf16>},
 };

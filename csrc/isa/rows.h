@@ -28,6 +28,18 @@ QUIRE_INLINE void for_parts(int64_t width, const Part& part) {
   if (i < width) part(i, width - i);
 }
 
+// to[i, i + n) = make(i, n) for the parts of a row, two vectors at a time: their operations overlap.
+template <typename T, typename Make>
+QUIRE_INLINE void make_row(T* to, int64_t width, const Make& make) {
+  int64_t i = 0;
+  for (; i + 2 * W <= width; i += 2 * W) {
+    const f32 first = make(i, W);
+    store_two(to + i, first, make(i + W, W));
+  }
+  for_parts(width - i,
+            [&](int64_t j, int64_t n) __attribute__((always_inline)) { store_some(to + i + j, make(i + j, n), n); });
+}
+
 // The sum of all lanes of part(i, n) over the parts of a row: in an order that only `width` decides.
 template <typename Part>
 QUIRE_INLINE float sum_parts(int64_t width, const Part& part) {

@@ -150,6 +150,19 @@ struct Lane<bf16> {
   QUIRE_INLINE f32 dot(f32 acc, Vector a, Vector b) { return dot2(acc, a, b); }
 };
 
+// Two vectors one behind the other.
+template <typename T>
+QUIRE_INLINE void store_two(T* p, f32 first, f32 second) {
+#if defined(__AVX512BF16__)
+  if constexpr (sizeof(T) == sizeof(bf16)) {
+    _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+    return;
+  }
+#endif
+  store(p, first);
+  store(p + W, second);
+}
+
 // 0, 1, 2, ...
 QUIRE_INLINE i32 lane_indices() {
   alignas(64) static const int32_t kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

@@ -50,7 +50,7 @@ void bind_quantized(nb::module_& module) {
       +[](int format, int64_t base_group, int64_t n, int64_t k, const char* weight, const int64_t* rows, int64_t count,
           char* out) { take_quantized_rows(QuantizedShape(format, base_group, n, k), weight, rows, count, out); },
       Unlocked());
-  add_kernel(
+  add_function(
       module, "quantized_matmul",
       +[](int format, int64_t base_group, int dtype, const void* x, int64_t x_stride, int64_t rows, const char* weight,
           int64_t n, int64_t k, const float* bias, void* out, int64_t out_stride, int out_dtype, char* rows_of_x,
@@ -58,9 +58,21 @@ void bind_quantized(nb::module_& module) {
         const QuantizedShape shape(format, base_group, n, k);
         const ActivationKind kind = {activation, {a, b, c}};
         const ProductOut to = {n, out_stride, bias, out, DType(out_dtype)};
-        kernels().quantized.matmul[dtype](
-            {shape, x, x_stride, rows, weight, rows_of_x, order, to, activation < 0 ? nullptr : &kind, is_gated});
-      });
+        const auto run = [=](const NormArgs* norm) {
+          kernels().quantized.matmul[dtype]({shape, x, x_stride, rows, weight, rows_of_x, order, to,
+                                             activation < 0 ? nullptr : &kind, is_gated, norm});
+        };
+        KernelGraph* graph = KernelGraph::recording();
+        if (graph == nullptr || graph->runs()) run(nullptr);
+        if (graph == nullptr) return;
+        const auto bytes = [](int of) { return int64_t(of == kFloat32 ? sizeof(float) : sizeof(bf16)); };
+        const Memory written[] = {{out, rows * out_stride * bytes(out_dtype)},
+                                  {rows_of_x, kernels().quantized.rows_bytes(shape, rows)}};
+        std::optional<NormArgs> norm;
+        if (x_stride == k) norm = graph->take_norm({x, rows * k * bytes(dtype)}, rows, k, written);
+        graph->add([=] { run(norm ? &*norm : nullptr); });
+      },
+      Unlocked());
   add_kernel(
       module, "gather_quantized",
       +[](int format, int64_t base_group, int dtype, const int64_t* ids, int64_t count, const char* weight, int64_t n,

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "elementwise/activation.h"
+#include "elementwise/norm.h"
 #include "isa/rows.h"
 #include "quantized/rotation.h"
 #include "quantized/tiles/grouped.h"
@@ -208,6 +209,11 @@ static void multiply_piece(const char* rows, int64_t num_rows, const PanelReader
   for (int64_t block = 0; block < row_blocks; ++block) {
     const int64_t row = block * num_rows / row_blocks, height = (block + 1) * num_rows / row_blocks - row;
     out.expect(row, height, piece.first + piece.groups == layout.groups);
+    if (out.is_written_by_tiles(layout, num_rows)) {
+      piece.out = reinterpret_cast<bf16*>(out.line(row));
+      piece.out_stride = out.to.stride;
+      piece.bias = out.to.bias == nullptr ? nullptr : out.to.bias + out.column;
+    }
     for_tiles(shape, height, 1, [&](int64_t vector, int64_t width) {
       if (are_shared || (W == 8 && layout.group <= QuantizedShape::kBlock)) {
         const int64_t passes = kVectorsPerPanel / width;  // of a block
@@ -334,6 +340,7 @@ static void run_quantized_task(const PanelReader& reader, const QuantizedRow& la
   for (int64_t panel = task.panel; panel < task.panel + task.panels; ++panel) {
     const PanelOut out = {to, first + task.row, panel * kPanelColumns};
     multiply(tiles, rows, task.rows, reader, layout, weight + panel * panel_bytes, out, sums);
+    if (out.is_written_by_tiles(layout, task.rows)) continue;
     finish(to, out.row, task.rows, out.column, sums, kPanelColumns, kPanelColumns);
   }
   tiles.release();
@@ -365,6 +372,7 @@ static void quantized_matmul(const QuantizedMatmulArgs& args) {
     const int64_t parts = num_parts(rows, layout.k);
     auto quantize_part = [&](int64_t part) {
       for (int64_t row = part * rows / parts; row < (part + 1) * rows / parts; ++row) {
+        if (args.norm != nullptr) norm_row<T>(*args.norm, first + row);
         const T* from = x + row * args.x_stride;
         char* to = args.rows_of_x + row * row_bytes;
         if (args.activation != nullptr) {

@@ -106,9 +106,10 @@ def test_a_sequence_has_the_same_bits_alone_and_in_any_order(isa, dtype):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_a_short_text_has_the_bits_that_its_last_token_has_in_a_paged_cache(isa):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_short_text_has_the_bits_that_its_last_token_has_in_a_paged_cache(isa, dtype):
     """Texts that fit into a vector have a loop of their own. The last token sees all keys there as here."""
-    heads = Heads(6, 3, 32, torch.float32)
+    heads = Heads(6, 3, 32, dtype)
     with using(isa):
         for num_tokens in range(1, 19):
             text = make_stream(heads, num_tokens, seed=num_tokens)
@@ -124,10 +125,11 @@ def test_a_short_text_has_the_bits_that_its_last_token_has_in_a_paged_cache(isa)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("window", [0, 1, 5])
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
-def test_short_texts_match_the_reference(isa, window, head_dim):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_short_texts_match_the_reference(isa, window, head_dim, dtype):
     with using(isa):
         for num_tokens in (1, 2, 7, 11, 16):
-            compare(inputs([num_tokens, 3, 40], 4, 2, head_dim, torch.float32), 0.2, EncoderVariant(window))
+            compare(inputs([num_tokens, 3, 40], 4, 2, head_dim, dtype), 0.2, EncoderVariant(window))
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quire import kernels
 from quire.common.errors import KernelError
 from quire.kernels.backends.workspace import WeightMemory, empty
-from tests.kernels.isas import needs_native
+from tests.kernels.isas import ISAS, needs_native, using
 
 LARGE = 70_000  # bytes: what a workspace does not leave to the system
 
@@ -142,6 +142,68 @@ def run_on_rows(x: torch.Tensor, constants: Sequence[torch.Tensor] = CONSTANTS) 
         kernels.activation(x, kernels.XIELU(0.8, 1.3)),
         kernels.gated_activation(x, kernels.ClampedSwiGLU()),
     ]
+
+
+WEIGHT, BIAS = torch.linspace(0.5, 2, 96), torch.linspace(-1, 1, 96)
+
+
+def norm_and_multiply(x, residual, matrix, is_rms):
+    """Both kernels, whose outputs are in memory that what is made here first leaves, if it may be used again."""
+    x = kernels.activation(x, "relu")
+    normed = (
+        kernels.add_rms_norm(x, residual, WEIGHT, 1e-5)
+        if is_rms
+        else kernels.add_layer_norm(x, residual, WEIGHT, BIAS, 1e-5)
+    )
+    del x
+    return normed, kernels.matmul(normed, matrix)
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_rms", [True, False])
+@pytest.mark.parametrize("rows", [1, 9, 600])
+@pytest.mark.parametrize("joins_norms", [True, False])
+def test_a_norm_is_computed_within_the_product_that_comes_next(isa, dtype, is_rms, rows, joins_norms):
+    x, start = torch.randn(rows, 96).to(dtype), torch.randn(rows, 96).to(dtype)
+    residual, graph = start.clone(), kernels.backend_for("cpu").graph()
+    with using(isa):
+        matrix = kernels.quantize_weight(torch.randn(96, 96).to(dtype), "int8")
+        with kernels.Workspace().recording(joins_norms=joins_norms), graph.record():
+            normed, out = norm_and_multiply(x, residual, matrix, is_rms)
+        assert len(graph) == (2 if joins_norms else 3), "where the product's outputs take the place of the norm's input"
+        for _ in range(2):
+            expected = norm_and_multiply(x, start, matrix, is_rms)
+            assert torch.equal(normed, expected[0])
+            assert torch.equal(out, expected[1])
+            assert torch.equal(residual, start)
+            x.neg_()
+            graph.replay()
+
+
+def other_rows(normed: torch.Tensor, matrix: kernels.QuantizedWeight) -> torch.Tensor:
+    return kernels.matmul(normed[:3], matrix)
+
+
+def another_kernel_between(normed: torch.Tensor, matrix: kernels.QuantizedWeight) -> torch.Tensor:
+    return kernels.matmul(kernels.activation(normed, "relu"), matrix)
+
+
+@needs_native
+@pytest.mark.parametrize(("multiply", "num_calls"), [(other_rows, 2), (another_kernel_between, 3)])
+def test_a_norm_of_which_the_next_product_reads_less_is_computed_before_it(multiply, num_calls):
+    matrix, graph = kernels.quantize_weight(torch.randn(40, 96), "int8"), kernels.backend_for("cpu").graph()
+    x = torch.randn(5, 96)
+    with kernels.Workspace().recording(joins_norms=True), graph.record():
+        normed = kernels.layer_norm(x, WEIGHT, None, 1e-5)
+        out = multiply(normed, matrix)
+    assert len(graph) == num_calls
+    x.normal_()
+    graph.replay()
+    expected = kernels.layer_norm(x, WEIGHT, None, 1e-5)
+    assert torch.equal(normed, expected)
+    assert torch.equal(out, multiply(expected, matrix))
 
 
 @needs_native

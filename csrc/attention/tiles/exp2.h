@@ -9,7 +9,7 @@ namespace quire::QUIRE_ISA {
 QUIRE_INLINE f32 exp2_negative(f32 v) {
   const f32 lowest = set1(-126.0f);
 #if defined(QUIRE_SIMD_AVX512)
-  const f32 power = _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = v - power;
+  const f32 power = nearest_integer(v), r = v - power;
 #else
   const f32 shifter = set1(12582912.0f), inside = max(v, lowest);  // 1.5 * 2^23: its sum's low bits are an integer
   const f32 shifted = inside + shifter, r = inside - (shifted - shifter);
@@ -28,7 +28,7 @@ template <typename Prob>
 QUIRE_INLINE f32 exp2_for(f32 v) {
 #if defined(QUIRE_AMX)
   if constexpr (sizeof(Prob) == sizeof(bf16)) {
-    const f32 power = _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const f32 power = nearest_integer(v);
     const f32 p = polynomial(v - power, 0.05500893f, 0.242211f, 0.69328293f, 1.0f);
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(v, set1(-126.0f), _CMP_GT_OQ), p, power);
   }

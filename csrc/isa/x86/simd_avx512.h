@@ -50,6 +50,9 @@ QUIRE_INLINE void store_n(bf16* p, f32 v, int64_t n) {
 
 QUIRE_INLINE f32 fma(f32 a, f32 b, f32 c) { return _mm512_fmadd_ps(a, b, c); }
 QUIRE_INLINE f32 max(f32 a, f32 b) { return _mm512_max_ps(a, b); }
+QUIRE_INLINE f32 nearest_integer(f32 v) {
+  return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 QUIRE_INLINE float reduce_add(f32 v) {
   const __m256 a = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
   const __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));

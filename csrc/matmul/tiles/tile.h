@@ -142,8 +142,7 @@ static void finish_as(const ProductOut& to, int64_t row, int64_t rows, int64_t c
     const f32 first = bias(j, W), second = bias(j + W, W);
     for (int64_t r = 0; r < rows; ++r) {
       const f32 a = load(sums + r * stride + j), b = load(sums + r * stride + j + W);
-      store(out + r * to.stride + j, has_bias ? a + first : a);
-      store(out + r * to.stride + j + W, has_bias ? b + second : b);
+      store_two(out + r * to.stride + j, has_bias ? a + first : a, has_bias ? b + second : b);
     }
   }
   for_parts(columns - j, [&](int64_t i, int64_t count) __attribute__((always_inline)) {

@@ -31,6 +31,14 @@ constexpr bool kUnpacksInRegisters = true;
 constexpr bool kUnpacksInRegisters = false;
 #endif
 
+// Tiles of bytes in one group that have this many rows write their results themselves. Where there are fewer rows it
+// saves nothing.
+#if defined(__AVX512VNNI__)
+constexpr int kWritingRows = 11;
+#else
+constexpr int kWritingRows = 1 << 30;
+#endif
+
 // From this many rows on, halves of bytes are unpacked once for all rows, where that is faster.
 #if defined(QUIRE_SIMD_AVX2) && !defined(__AVXVNNI__)
 constexpr int64_t kFewestUnpackedHalves = 12;
@@ -78,6 +86,10 @@ struct WeightPiece {
   int64_t ahead;           // how far behind its units these lie,
   int64_t share, shares;   // and which share of them: all passes ask for one, or those of the first rows for all
   int64_t line_bytes = 0;  // asked for with each group where that is in line (asks_in_line()); else as much as it takes
+  // Where a large tile writes its results, plus bias, which may be null, in rows `out_stride` apart; null: to the sums.
+  bf16* out = nullptr;
+  int64_t out_stride = 0;
+  const float* bias = nullptr;
 
   QUIRE_MEMBER f32 scale(int64_t index, int64_t column) const {
     if (stored_scales.numbers != nullptr) return stored_scales.of_group(first + index, column);
@@ -93,6 +105,12 @@ struct PanelOut {
   // Asks for the lines of some of the task's rows, which will be written to once they are multiplied by the last piece.
   QUIRE_MEMBER void expect(int64_t first, int64_t rows, bool is_last) const {
     if (is_last) expect_out(to, row + first, rows, column);
+  }
+
+  // Whether tiles write these rows themselves: so many that no tile has fewer than kWritingRows.
+  QUIRE_MEMBER bool is_written_by_tiles(const QuantizedRow& layout, int64_t rows) const {
+    const bool is_whole = layout.group > QuantizedShape::kBlock && column + kPanelColumns <= to.n;
+    return rows >= int64_t{kWritingRows} * kByteShape.rows && is_whole && to.dtype == kBFloat16;
   }
 
   QUIRE_MEMBER int64_t stride() const {
@@ -167,6 +185,18 @@ struct QuantizedTile {
           sum[r][g] = sum[r][g] + __builtin_convertvector(acc[r][g], f32) * (x_scale * scale[g]);
         }
       }
+    }
+    if (R >= kWritingRows && piece.out != nullptr) {
+      f32 bias[G];  // sums are not -0, so that adding 0 changes none
+      QUIRE_UNROLL
+      for (int g = 0; g < G; ++g) bias[g] = piece.bias == nullptr ? set1(0) : load(piece.bias + column + g * W);
+      QUIRE_UNROLL
+      for (int r = 0; r < R; ++r) {
+        bf16* to = piece.out + r * piece.out_stride + column;
+        QUIRE_UNROLL
+        for (int g = 0; g < G; g += 2) store_two(to + g * W, sum[r][g] + bias[g], sum[r][g + 1] + bias[g + 1]);
+      }
+      return;
     }
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {

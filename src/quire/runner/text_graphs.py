@@ -100,7 +100,7 @@ class TextGraphs:
             logit_rows=torch.zeros(0, dtype=torch.int64),
         )
         graph, vector = self._backend.graph(), None
-        with self._workspace.recording(), graph.record():
+        with self._workspace.recording(joins_norms=True), graph.record():
             hidden = self._model(tensors, ())
             if spec is not None:
                 vector = kernels.borrowed(self._model.pooler.pool(hidden, (), spec)).numpy()

@@ -21,6 +21,7 @@ from quire.common.faults import fault_point
 _ALIGNMENT = 64
 _REGION_BYTES = 256 * 1024**2  # of address space; pages are taken from the machine only when first written
 _SHARED_BYTES = 64 * 1024**2  # of a region that weights share
+_RESTING = 4  # pieces: what a norm reads, and what else is returned when its layer ends
 _SMALL_BYTES = 64 * 1024  # the system's allocator keeps pieces up to here, and is faster
 
 
@@ -36,6 +37,7 @@ class Workspace:
         self._region_bytes = region_bytes
         self._regions: list[_Region] = []
         self._is_recording = False
+        self._resting = 0  # pieces that were returned last and are not used again yet
         self._outer: list[Workspace | None] = []
 
     def __enter__(self) -> None:
@@ -48,14 +50,18 @@ class Workspace:
         _active.workspace = self._outer.pop()
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Enter it, and place every output in it, small ones too: a replay will write to the same places."""
+    def recording(self, *, joins_norms: bool = False) -> Iterator[None]:
+        """Enter it, and place every output in it, small ones too: a replay will write to the same places.
+
+        With `joins_norms` the pieces that were returned last are not used again yet: what a norm reads is then still
+        there during the product that comes next, which can compute the norm itself.
+        """
         with self:
-            self._is_recording = True
+            self._is_recording, self._resting = True, _RESTING if joins_norms else 0
             try:
                 yield
             finally:
-                self._is_recording = False
+                self._is_recording, self._resting = False, 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """As torch.empty."""
@@ -64,7 +70,8 @@ class Workspace:
         if num_bytes < _SMALL_BYTES and not (self._is_recording and num_bytes):
             return torch.empty(shape, dtype=dtype)
         num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        piece = next((p for p in (region.take(num_bytes) for region in self._regions) if p is not None), None)
+        taken = (region.take(num_bytes, self._resting) for region in self._regions)
+        piece = next((piece for piece in taken if piece is not None), None)
         if piece is None:
             self._regions.append(_Region(max(num_bytes, self._region_bytes)))
             piece = self._regions[-1].take(num_bytes)
@@ -101,9 +108,10 @@ class _Region:
         self._taken: dict[int, tuple[weakref.ref[memoryview], tuple[int, int]]] = {}
         self._returned: deque[tuple[int, int]] = deque()  # appended to when a tensor dies, which may be within `take`
 
-    def take(self, num_bytes: int) -> memoryview | None:
-        """A piece that is returned when nothing refers to it any more, or None if none is long enough."""
-        self._merge()
+    def take(self, num_bytes: int, resting: int = 0) -> memoryview | None:
+        """A piece that is returned when nothing refers to it any more, or None if none is long enough. The `resting`
+        last returned ones are not free."""
+        self._merge(resting)
         for i, (start, end) in enumerate(self._free):
             if end - start >= num_bytes:
                 self._free[i : i + 1] = [(start + num_bytes, end)] if end - start > num_bytes else []
@@ -121,11 +129,11 @@ class _Region:
         self._merge()
         return len(self._memory) - sum(end - start for start, end in self._free)
 
-    def _merge(self) -> None:
-        """Make returned pieces free, each joined with the free pieces that it touches."""
-        if not self._returned:
+    def _merge(self, resting: int = 0) -> None:
+        """Make returned pieces free but for the last ones, each joined with the free pieces that it touches."""
+        if len(self._returned) <= resting:
             return
-        while self._returned:
+        while len(self._returned) > resting:
             insort(self._free, self._returned.popleft())
         merged = self._free[:1]
         for start, end in self._free[1:]:

@@ -251,14 +251,10 @@ class NativeBackend:
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        dtype, (rows, width) = x.dtype, rows_of(x)
-        out = empty(x.shape, dtype)
-        given = x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, out.data_ptr()
-        self.native.add_rms_norm(DTYPE_CODES[dtype], *given, rows, width)
-        return out
+        return self._norm(x, residual.data_ptr(), weight, None, eps, is_rms=True)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        return self._layer_norm(x, 0, weight, bias, eps)
+        return self._norm(x, 0, weight, bias, eps, is_rms=False)
 
     def head_layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         (outer, inner, width), (outer_stride, inner_stride, _) = x.shape, x.stride()
@@ -269,14 +265,16 @@ class NativeBackend:
         return out
 
     def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        return self._layer_norm(x, residual.data_ptr(), weight, bias, eps)
+        return self._norm(x, residual.data_ptr(), weight, bias, eps, is_rms=False)
 
-    def _layer_norm(self, x: Tensor, residual: int, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    def _norm(
+        self, x: Tensor, residual: int, weight: Tensor, bias: Tensor | None, eps: float, *, is_rms: bool
+    ) -> Tensor:
         dtype, (rows, width) = x.dtype, rows_of(x)
         out = empty(x.shape, dtype)
         bias_at, to = 0 if bias is None else bias.data_ptr(), out.data_ptr()
         given = x.data_ptr(), residual, weight.data_ptr(), bias_at, eps
-        self.native.layer_norm(DTYPE_CODES[dtype], *given, to, rows, width)
+        self.native.norm(DTYPE_CODES[dtype], *given, to, rows, width, is_rms)
         return out
 
     def scale(self, x: Tensor, factor: float) -> None:
