@@ -382,7 +382,7 @@ static void quantized_matmul(const QuantizedMatmulArgs& args) {
         }
       }
     };
-    Preparation quantized(parts);
+    Preparation quantized(parts, num_threads());
     const int64_t task_panels = shares_requests(reader, layout, rows) ? kSharingTaskPanels : kTaskPanels;
     for_tasks(rows, args.to.n, layout.k, task_panels, [&](const ProductTask& task, int thread) {
       quantized.finish(quantize_part);

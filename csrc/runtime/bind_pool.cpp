@@ -16,18 +16,21 @@ namespace {
 // size, in quick succession. Returns how many tasks did not run exactly once, or not before their region ended, or
 // found a part of what they need missing or done twice.
 int64_t exercise_pool(int64_t num_regions) {
-  constexpr int64_t kMostTasks = 41;
+  constexpr int64_t kMostTasks = 41, kMostParts = 23;
   int64_t wrong = 0;
   for (int64_t region = 0; region < num_regions; ++region) {
     const int64_t num_tasks = 1 + region * 7 % kMostTasks;
     const auto runs = std::make_unique<std::atomic<int>[]>(kMostTasks);
-    int64_t parts[3] = {};
+    const int64_t num_parts = 1 + region % kMostParts;
+    int64_t parts[kMostParts] = {};
     std::atomic<int64_t> num_unprepared{0};
-    Preparation prepared(3);
+    Preparation prepared(num_parts, num_threads());
     auto prepare = [&](int64_t part) { parts[part] += part + 1; };
     auto task = [&](int64_t index, int thread) {
       prepared.finish(prepare);
-      if (parts[0] != 1 || parts[1] != 2 || parts[2] != 3) num_unprepared.fetch_add(1);
+      for (int64_t part = 0; part < kMostParts; ++part) {
+        if (parts[part] != (part < num_parts ? part + 1 : 0)) num_unprepared.fetch_add(1);
+      }
       static_cast<char*>(thread_scratch(thread, 64))[0] = char(index);
       runs[index].fetch_add(1);
     };

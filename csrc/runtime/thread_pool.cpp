@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -342,12 +343,28 @@ void parallel_for(int64_t num_tasks, Task task) {
 void Preparation::finish(FunctionRef<void(int64_t part)> part) {
   const auto is_done = [this] { return done_.load(std::memory_order_acquire) == num_parts_; };
   if (is_done()) return;
-  for (int64_t next; (next = begun_.fetch_add(1, std::memory_order_relaxed)) < num_parts_;) {
-    part(next);
-    done_.fetch_add(1, std::memory_order_release);
+  int64_t num_done = 0;
+  for (Claim own; (own = claim(claims_.fetch_add(1, std::memory_order_relaxed))).count > 0; num_done += own.count) {
+    for (int64_t i = own.first; i < own.first + own.count; ++i) part(i);
   }
+  if (num_done > 0) done_.fetch_add(num_done, std::memory_order_release);
   while (!spin_until(is_done)) {
   }
+}
+
+// The parts of a claim: as many claims as threads share half of the parts, as many again half of what is left. A line
+// that all threads write to goes from core to core with each claim.
+Preparation::Claim Preparation::claim(int64_t index) const {
+  int64_t first = 0, size;
+  while (true) {
+    size = (num_parts_ - first + 2 * num_threads_ - 1) / (2 * num_threads_);
+    if (size <= 0) return {0, 0};
+    if (index < num_threads_) break;
+    index -= num_threads_;
+    first += num_threads_ * size;
+  }
+  first += index * size;
+  return {first, std::max<int64_t>(0, std::min(size, num_parts_ - first))};
 }
 
 void* thread_scratch(int thread, int64_t bytes) { return current_pool().scratch(thread, bytes); }

@@ -75,13 +75,19 @@ void parallel_for(int64_t num_tasks, Task task);
 // it takes no region of its own.
 class Preparation {
  public:
-  __attribute__((always_inline)) inline explicit Preparation(int64_t num_parts) : num_parts_(num_parts) {}
+  __attribute__((always_inline)) inline Preparation(int64_t num_parts, int num_threads)
+      : num_parts_(num_parts), num_threads_(num_threads) {}
   // Does parts that nobody has begun, and returns when all are done. Each task calls it, with the same parts.
   void finish(FunctionRef<void(int64_t part)> part);
 
  private:
-  const int64_t num_parts_;
-  alignas(64) std::atomic<int64_t> begun_{0};
+  struct Claim {
+    int64_t first, count;
+  };
+  Claim claim(int64_t index) const;
+
+  const int64_t num_parts_, num_threads_;
+  alignas(64) std::atomic<int64_t> claims_{0};
   std::atomic<int64_t> done_{0};
 };
 
