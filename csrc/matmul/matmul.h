@@ -108,7 +108,7 @@ struct PackedTile {
         QUIRE_UNROLL
         for (int g = 0; g < G; ++g) {
           const int64_t gap = g / kVectorsPerPanel * prefetch.panel_gap + g % kVectorsPerPanel * prefetch.vector_gap;
-          ask_for<1>(kAsk, prefetch.at + gap);
+          ask_for(kAsk, prefetch.at + gap);
         }
         prefetch.at += prefetch.step;
       }

@@ -177,6 +177,12 @@ static bool shares_requests(const PanelReader& reader, const QuantizedRow& layou
   return layout.group > QuantizedShape::kBlock && layout.group * kPanelColumns <= kMostShared;
 }
 
+// The most rows of which reading bytes in a row keeps the processor's own requests ahead: the fewer, the longer it does
+// something else in between, which is scaling groups and adding mins.
+QUIRE_INLINE int64_t most_unfetched_rows(const QuantizedRow& layout) {
+  return kUnfetchedRows - (layout.group <= QuantizedShape::kBlock) - layout.has_mins;
+}
+
 // What the tiles ask for while they multiply by a panel: how, and how many bytes ahead; or shares of the next piece.
 struct Requests {
   Ask ask = Ask::kNext;
@@ -193,7 +199,7 @@ struct Requests {
     }
     if (kAsksNear && has_large_nearest_cache()) {
       ask = is_intel() ? Ask::kNext : Ask::kNearest;
-    } else if (kAsksNear && reader.shape.format.bits == 8 && rows <= kUnfetchedRows) {
+    } else if (kAsksNear && reader.shape.format.bits == 8 && rows <= most_unfetched_rows(layout)) {
       ask = Ask::kNot;  // halves of bytes are read half as fast, and need the requests
     }
   }
@@ -249,7 +255,7 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
   const Ask ask_fields = requests.ask == Ask::kNot ? Ask::kNext : requests.ask;
   const bool is_in_line = asks_in_line(reader, num_rows);
   for (int64_t at = 0; at < reader.integers_at && !is_in_line; at += 64) {
-    ask_for<1>(ask_fields, panel + requests.ahead + at);
+    ask_for(ask_fields, panel + requests.ahead + at);
   }
   const int64_t passed = requests.are_shared ? piece_groups : 0;  // what is asked for while one piece is multiplied
   const int64_t line_bytes = is_in_line ? reader.shape.panel_bytes() / layout.groups : 0;

@@ -33,7 +33,7 @@ static void add_asking(const char* x, int64_t x_stride, const char* panel, int64
   const T* type = nullptr;
   const auto ask = [&](int64_t from, int64_t end) __attribute__((always_inline)) {
     if constexpr (kAsk != Ask::kNot) {
-      for (int64_t at = from; at < end; at += 64) ask_for<1>(kAsk, requests.at + at);
+      for (int64_t at = from; at < end; at += 64) ask_for(kAsk, requests.at + at);
     }
   };
   const int64_t fourth = kHasSecond ? requests.step / 256 * 64 : 0;

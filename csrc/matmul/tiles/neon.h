@@ -89,10 +89,10 @@ struct MatrixTile {
     for (; unit + 2 <= units; unit += 2, x += 4, weight += 2 * kUnitRowBytes) {
       if constexpr (R > kUnfetchedRows) {
         QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) ask_for<1>(Ask::kNext, prefetch.at + g * prefetch.vector_gap);
+        for (int g = 0; g < G; ++g) ask_for(Ask::kNext, prefetch.at + g * prefetch.vector_gap);
         prefetch.at += prefetch.step;
         QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) ask_for<1>(Ask::kNext, prefetch.at + g * prefetch.vector_gap);
+        for (int g = 0; g < G; ++g) ask_for(Ask::kNext, prefetch.at + g * prefetch.vector_gap);
         prefetch.at += prefetch.step;
       }
       sums.template add<false>(x, x_stride, weight);

@@ -103,14 +103,13 @@ constexpr int kUnfetchedRows = 2, kUnfetchedNearRows = 2;
 #endif
 constexpr int64_t kBytesAheadNear = 8192;  // of weights that are not quantized
 
-template <int64_t kLines>
-QUIRE_INLINE void ask_for(Ask ask, const char* first) {
+QUIRE_INLINE void ask_for(Ask ask, const char* first, int64_t lines = 1) {
   if (ask == Ask::kNearest) {
     QUIRE_UNROLL
-    for (int64_t i = 0; i < kLines; ++i) __builtin_prefetch(first + i * 64, 0, 3);
+    for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(first + i * 64, 0, 3);
   } else if (ask == Ask::kNext) {
     QUIRE_UNROLL
-    for (int64_t i = 0; i < kLines; ++i) __builtin_prefetch(first + i * 64, 0, 2);
+    for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(first + i * 64, 0, 2);
   }
 }
 

@@ -23,7 +23,7 @@ static void scale_sums(const char* rows, int64_t num_rows, const QuantizedRow& l
   for (int64_t r = 0; r < num_rows; ++r, rows += layout.bytes, sums += kPanelColumns * 4) {
     const i32 lack = set1_lane(rows + layout.lacks_at);
     const f32 x_scale = set1(*reinterpret_cast<const float*>(rows + layout.scales_at));
-    for (; asked * num_rows < (r + 1) * lines; ++asked) ask_for<1>(Ask::kNext, line + asked * 64);
+    for (; asked * num_rows < (r + 1) * lines; ++asked) ask_for(Ask::kNext, line + asked * 64);
     QUIRE_UNROLL
     for (int64_t v = 0; v < kPanelColumns; v += W) {
       const f32 total = __builtin_convertvector(load_lanes(sums + v * 4) + lack, f32);

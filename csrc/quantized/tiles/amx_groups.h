@@ -124,7 +124,7 @@ struct GroupedSums {
     const auto step = [&]<int kTurn>(int64_t index) __attribute__((always_inline)) {
       if (requests.out != nullptr && index < R) __builtin_prefetch(requests.out + index * requests.out_stride, 1, 2);
       for (int64_t i = 0; i < requests.lines && requests.next < requests.end; ++i, requests.next += 64) {
-        ask_for<1>(Ask::kNext, requests.next);
+        ask_for(Ask::kNext, requests.next);
       }
       const int64_t number = (piece.first + index) * int64_t(sizeof(float));
       const Group group = {{piece.scale(index, 0), piece.scale(index, W)},

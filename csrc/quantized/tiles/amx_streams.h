@@ -101,8 +101,8 @@ struct StreamedSums {
     QUIRE_UNROLL
     for (int r = kFirst; r < kEnd; ++r) {
       keep_order();
-      if (r < kLines) ask_for<1>(Ask::kNext, group.line + r * 64);
-      if (r < kLines) ask_for<1>(Ask::kNearest, group.near_line + r * 64);
+      if (r < kLines) ask_for(Ask::kNext, group.line + r * 64);
+      if (r < kLines) ask_for(Ask::kNearest, group.near_line + r * 64);
       const f32 x_scale = set1(*reinterpret_cast<const float*>(group.x_scale + r * stride));
       QUIRE_UNROLL
       for (int v = 0; v < kVectors; ++v) {
@@ -166,7 +166,7 @@ struct StreamedSums {
       if (has_second) multiply_vector<kThis + 1>(units(index + 2));
       unpack(index + 4);
       scale_rows<R / 2, R>(group, stride, sum);
-      for (int64_t at = kLines * 64; at + 63 < blocks.line_bytes; at += 64) ask_for<1>(Ask::kNext, group.line + at);
+      for (int64_t at = kLines * 64; at + 63 < blocks.line_bytes; at += 64) ask_for(Ask::kNext, group.line + at);
     };
     for (int64_t index = 0; index < piece.groups; index += 2) {
       step.template operator()<0>(index);

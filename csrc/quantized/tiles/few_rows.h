@@ -84,8 +84,8 @@ struct FewRows {
       const int turn = kHalf * kSteps + step, end = (turn + 1) * kLines / kTurns;
       QUIRE_UNROLL
       for (int line = turn * kLines / kTurns; line < end; ++line) {
-        ask_for<1>(Ask::kNext, block.line + line * 64);
-        ask_for<1>(Ask::kNearest, block.units + StoredBlocks::kBytesSoon + line * 64);
+        ask_for(Ask::kNext, block.line + line * 64);
+        ask_for(Ask::kNearest, block.units + StoredBlocks::kBytesSoon + line * 64);
       }
       const int at = kBits == 8 || kGroup == 16 ? step : step / 2 + step % 2 * 4;
       const char* units = block.units + (kBits == 8 ? kHalf * kSteps * kUnitRowBytes : 0);
@@ -129,7 +129,7 @@ struct FewRows {
       const Block block = {units, blocks.line(number)};
       multiply<0>(rows, layout, piece, index, block, table, sum);
       if constexpr (kGroupsPerBlock == 2) multiply<1>(rows, layout, piece, index + 1, block, table, sum);
-      for (int64_t at = kLines * 64; at < blocks.line_bytes; at += 64) ask_for<1>(Ask::kNext, block.line + at);
+      for (int64_t at = kLines * 64; at < blocks.line_bytes; at += 64) ask_for(Ask::kNext, block.line + at);
     }
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {

@@ -74,8 +74,10 @@ struct GroupedTile {
     QUIRE_UNROLL
     for (int step = 0; step < kSteps; ++step) {
       if (step % 2 == 0) keep_order();
-      constexpr int kAsked = 2 * kLines / kSteps;
-      if (kFirst == 0 && step % 2 == 0) ask_for<kAsked>(group.ask, group.ahead + step / 2 * kAsked * 64);
+      if (kFirst == 0 && step % 2 == 0) {
+        const int line = step * kLines / kSteps;
+        ask_for(group.ask, group.ahead + line * 64, (step + 2) * kLines / kSteps - line);
+      }
       const int at = kBits == 8 || kGroup == 16 ? step : step / 2 + step % 2 * 4;
       i32 bytes[G];
       QUIRE_UNROLL
@@ -85,7 +87,7 @@ struct GroupedTile {
       add_quads<ByteSums>(acc, bytes, x, at * kUnitBytes);
     }
     for (int64_t line = kLines; kFirst + N == R && line < group.lines; ++line) {
-      ask_for<1>(group.ask, group.ahead + line * 64);
+      ask_for(group.ask, group.ahead + line * 64);
     }
     const RowAddresses<N> x_scales(row + rows.scales_at + group.index * int64_t(sizeof(float)), rows.bytes);
     QUIRE_UNROLL
@@ -194,7 +196,7 @@ struct GroupedTile {
       for (int step = 0; step < kSteps; ++step) {
         const int at = kBits == 8 || kGroup == 16 ? step : step / 2 + step % 2 * 4;
         for (int64_t i = 0; step < kAskingSteps && i < num_lines && line < last; ++i, line += 64) {
-          ask_for<1>(Ask::kNext, line);
+          ask_for(Ask::kNext, line);
         }
         i32 bytes[G];
         QUIRE_UNROLL

@@ -13,7 +13,7 @@ struct MinRequests {
 
   QUIRE_MEMBER void ask(int64_t group) const {
     const int64_t end = (group + 1) * bytes & -64;
-    for (int64_t at = group * bytes & -64; at < end; at += 64) ask_for<1>(Ask::kNext, first + at);
+    for (int64_t at = group * bytes & -64; at < end; at += 64) ask_for(Ask::kNext, first + at);
   }
 };
 

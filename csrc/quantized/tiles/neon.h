@@ -135,8 +135,8 @@ struct NeonTile {
       if constexpr (kGroup == 0) {
         const char* units = piece.units + column * kUnitBytes;
         for (int64_t i = 0; i < layout.group; i += 8, units += 2 * kUnitRowBytes) {
-          ask_for<kLines(G)>(piece.ask, units + piece.ahead);
-          ask_for<kLines(G)>(piece.ask, units + piece.ahead + kUnitRowBytes);
+          ask_for(piece.ask, units + piece.ahead, kLines(G));
+          ask_for(piece.ask, units + piece.ahead + kUnitRowBytes, kLines(G));
           products.load_x(x + i, row_bytes);
           QUIRE_UNROLL
           for (int g = 0; g < G; ++g) {
@@ -152,8 +152,8 @@ struct NeonTile {
         for (int i = 0; i < kGroup / 8; ++i) {
           const Place at = place(i);
           if (!at.is_upper && (kBits == 8 || half == 0)) {
-            ask_for<kLines(G)>(piece.ask, ahead + at.row * kUnitRowBytes);
-            ask_for<kLines(G)>(piece.ask, ahead + (at.row + 1) * kUnitRowBytes);
+            ask_for(piece.ask, ahead + at.row * kUnitRowBytes, kLines(G));
+            ask_for(piece.ask, ahead + (at.row + 1) * kUnitRowBytes, kLines(G));
           }
           products.load_x(x + at.x, row_bytes);
           QUIRE_UNROLL

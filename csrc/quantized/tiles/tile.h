@@ -169,7 +169,7 @@ struct QuantizedTile {
         for (int g = 0; g < G; ++g) acc[r][g] = lack;
       }
       for (int64_t unit = 0; unit < unit_rows; ++unit, units += kUnitRowBytes, x += kUnitBytes * kValueBytes) {
-        ask_for<(G * W * kUnitBytes + 63) / 64>(ask, ahead);
+        ask_for(ask, ahead, (G * W * kUnitBytes + 63) / 64);
         ahead += step;
         multiply<R, G>(acc, units, x, 0, 0);
         if constexpr (kHalves) multiply<R, G>(acc, units, x, QuantizedShape::kBlock / 2, 4);
