@@ -152,10 +152,11 @@ QUIRE_INLINE const TileShape& shape_of(const QuantizedRow& layout) {
 
 // Whether tiles read integers as they are stored, and unpack those of fewer than 8 bits for each block of rows anew;
 // else they are unpacked once for all rows. Unpacking reads in bursts, tiles read all the time: up to a dozen rows that
-// makes up for unpacking twice.
+// makes up for unpacking twice, which takes longest for 6 bits.
 static bool is_read_as_stored(const PanelReader& reader, int64_t rows) {
   if (reader.is_plain()) return reader.shape.format.bits == 8 || rows < kFewestUnpackedHalves || !asks_in_line();
-  return kUnpacksInRegisters && rows <= kGroupedShape.rows * (W == 16 && asks_in_line() ? 3 : 2) / 2;
+  const bool may_unpack_twice = W == 16 && asks_in_line() && (is_intel() || reader.shape.format.bits < 6);
+  return kUnpacksInRegisters && rows <= kGroupedShape.rows * (may_unpack_twice ? 3 : 2) / 2;
 }
 
 // Whether the tiles of this product ask as asks_in_line() says. Those of 256 bits do also where integers are unpacked
@@ -194,7 +195,7 @@ struct Requests {
       : are_shared(shares_requests(reader, layout, rows)) {
     if (are_shared) {
       ahead = piece_bytes;
-    } else if (W == 16 && asks_in_line() && layout.group > QuantizedShape::kBlock) {
+    } else if (W == 16 && is_intel() && layout.group > QuantizedShape::kBlock) {
       ahead = line_ahead(rows);
     }
     if (kAsksNear && has_large_nearest_cache()) {
@@ -238,7 +239,7 @@ static void multiply_piece(const char* rows, int64_t num_rows, const PanelReader
 static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int64_t num_rows, const PanelReader& reader,
                            const QuantizedRow& layout, const char* panel, const PanelOut& out, float* sums) {
   alignas(64) char bytes[kPieceK * kPanelColumns];
-  alignas(64) float scales[kPieceGroups * kPanelColumns], mins[kPieceGroups * kPanelColumns];
+  alignas(64) float scales[kMostPieceGroups * kPanelColumns], mins[kMostPieceGroups * kPanelColumns];
   alignas(64) float minuses[kTaskRows * kPanelColumns];
   const int64_t num_sums = num_rows * kPanelColumns;
   for (int64_t i = 0; layout.groups == 0 && i < num_sums; i += W) store(sums + i, set1(0));
@@ -248,7 +249,10 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
   const StoredScales stored_scales = reader.stored_scales(panel, true);
   // Integers are unpacked for all rows, or by the tiles.
   const bool is_unpacked = !is_read_as_stored(reader, num_rows);
-  const int64_t piece_groups = layout.group > kPieceK ? 1 : kPieceK / layout.group;
+  const bool is_of_one_tile =
+      num_rows <= kGroupedShape.rows && !is_unpacked && !has_groups_on_tiles(reader.shape, num_rows);
+  const int64_t piece_k = is_of_one_tile ? kLongPieceK : kPieceK;
+  const int64_t piece_groups = layout.group > piece_k ? 1 : piece_k / layout.group;
   const int64_t piece_bytes = piece_groups * layout.group / QuantizedShape::kBlock * reader.shape.block_bytes();
   const Requests requests(reader, layout, num_rows, piece_bytes);
   // The tiles ask for what lies ahead of the integers they read: all but these lines, as they skip the fields.

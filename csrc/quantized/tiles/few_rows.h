@@ -17,8 +17,6 @@ QUIRE_INLINE bool is_of_few_rows(const QuantizedShape& shape, int64_t rows) {
 // read soon is asked for once more, into the nearest cache. Each request lies some operations behind the one before,
 // since loads of weights would wait behind several at once.
 struct StoredBlocks {
-  static constexpr int64_t kBytesSoon = 1024;
-
   const char *units, *ahead;
   int64_t line_bytes;
 
@@ -85,7 +83,7 @@ struct FewRows {
       QUIRE_UNROLL
       for (int line = turn * kLines / kTurns; line < end; ++line) {
         ask_for(Ask::kNext, block.line + line * 64);
-        ask_for(Ask::kNearest, block.units + StoredBlocks::kBytesSoon + line * 64);
+        ask_for(Ask::kNearest, block.units + kBytesSoon + line * 64);
       }
       const int at = kBits == 8 || kGroup == 16 ? step : step / 2 + step % 2 * 4;
       const char* units = block.units + (kBits == 8 ? kHalf * kSteps * kUnitRowBytes : 0);

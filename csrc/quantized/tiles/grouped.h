@@ -76,7 +76,11 @@ struct GroupedTile {
       if (step % 2 == 0) keep_order();
       if (kFirst == 0 && step % 2 == 0) {
         const int line = step * kLines / kSteps;
-        ask_for(group.ask, group.ahead + line * 64, (step + 2) * kLines / kSteps - line);
+        const int lines = (step + 2) * kLines / kSteps - line;
+        ask_for(group.ask, group.ahead + line * 64, lines);
+        if (kHasUpper && R <= 4) {
+          ask_for(Ask::kNearest, group.block + kBytesSoon + (group.half * kLines + line) * 64, lines);
+        }
       }
       const int at = kBits == 8 || kGroup == 16 ? step : step / 2 + step % 2 * 4;
       i32 bytes[G];

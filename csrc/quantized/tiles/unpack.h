@@ -8,23 +8,25 @@
 namespace quire::QUIRE_ISA {
 
 // Of k, a multiple of all groups but those that are all of k: of a piece, the integers (unpacked, where they are not
-// read as they lie in the panel) and a tile's rows of x stay in the nearest cache.
-constexpr int64_t kPieceK = 512;
-constexpr int64_t kPieceGroups = kPieceK / 16;
+// read as they lie in the panel) and a tile's rows of x stay in the nearest cache. One tile alone takes longer pieces.
+constexpr int64_t kPieceK = 512, kLongPieceK = W == 16 ? 1024 : kPieceK;
+constexpr int64_t kPieceGroups = kPieceK / 16, kMostPieceGroups = kLongPieceK / 16;
 
 // As kBytesAhead, in one panel.
 constexpr int64_t kPanelAhead = W == 8 ? 2 * kBytesAhead : kBytesAhead;
 
 // Whether small groups' tiles ask for a panel's fields and integers in the order in which they lie, some with each
-// group, instead of all fields at once, which Intel's processors read faster; and how far ahead of the integers.
-#if defined(QUIRE_AMX)
-QUIRE_INLINE bool asks_in_line() { return true; }
-#elif defined(__AVX512VNNI__) || defined(QUIRE_SIMD_AVX2)
+// group, instead of all fields at once, which keeps what is multiplied waiting; and how far ahead of the integers.
+#if defined(QUIRE_AMX) || defined(__AVX512VNNI__)
+QUIRE_INLINE constexpr bool asks_in_line() { return true; }
+#elif defined(QUIRE_SIMD_AVX2)
 QUIRE_INLINE bool asks_in_line() { return is_intel(); }
 #else
 QUIRE_INLINE constexpr bool asks_in_line() { return false; }
 #endif
-QUIRE_INLINE constexpr int64_t line_ahead(int64_t rows) { return rows <= 2 ? 2048 : 4096; }
+// What is read so soon is asked for once more, into the nearest cache, where integers are not read in one sweep.
+constexpr int64_t kBytesSoon = 1024;
+QUIRE_INLINE int64_t line_ahead(int64_t rows) { return !is_intel() ? 9216 : rows <= 2 ? 2048 : 4096; }
 
 // W of IEEE's binary16 from p on.
 #if defined(QUIRE_SIMD_AVX512)
