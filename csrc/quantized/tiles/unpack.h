@@ -26,7 +26,7 @@ QUIRE_INLINE constexpr bool asks_in_line() { return false; }
 #endif
 // What is read so soon is asked for once more, into the nearest cache, where integers are not read in one sweep.
 constexpr int64_t kBytesSoon = 1024;
-QUIRE_INLINE int64_t line_ahead(int64_t rows) { return !is_intel() ? 9216 : rows <= 2 ? 2048 : 4096; }
+QUIRE_INLINE int64_t line_ahead(int64_t rows) { return !is_intel() ? kPanelAhead : rows <= 2 ? 2048 : 4096; }
 
 // W of IEEE's binary16 from p on.
 #if defined(QUIRE_SIMD_AVX512)
