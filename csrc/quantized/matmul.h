@@ -152,11 +152,10 @@ QUIRE_INLINE const TileShape& shape_of(const QuantizedRow& layout) {
 
 // Whether tiles read integers as they are stored, and unpack those of fewer than 8 bits for each block of rows anew;
 // else they are unpacked once for all rows. Unpacking reads in bursts, tiles read all the time: up to a dozen rows that
-// makes up for unpacking twice, which takes longest for 6 bits.
+// makes up for unpacking twice.
 static bool is_read_as_stored(const PanelReader& reader, int64_t rows) {
   if (reader.is_plain()) return reader.shape.format.bits == 8 || rows < kFewestUnpackedHalves || !asks_in_line();
-  const bool may_unpack_twice = W == 16 && asks_in_line() && (is_intel() || reader.shape.format.bits < 6);
-  return kUnpacksInRegisters && rows <= kGroupedShape.rows * (may_unpack_twice ? 3 : 2) / 2;
+  return kUnpacksInRegisters && rows <= kGroupedShape.rows * (W == 16 && asks_in_line() ? 3 : 2) / 2;
 }
 
 // Whether the tiles of this product ask as asks_in_line() says. Those of 256 bits do also where integers are unpacked

@@ -30,20 +30,22 @@ struct GroupedTile {
   // A group of a panel, and what is asked for while it is multiplied.
   struct Group {
     const char *block, *ahead;
-    int64_t index, half;  // in a row; of the block, if that has two
-    int64_t lines;        // that are asked for
+    int64_t index;  // in a row
+    int64_t lines;  // that are asked for
     Ask ask;
   };
 
-  // The bytes of a step of a group. `upper` are the bits above the lower four of all its steps.
-  QUIRE_INLINE i32 unpack(const char* block, int64_t half, int step, i32 upper, const ByteTable& table) {
+  // The bytes of a step of a group, which is a block's half kHalf if there are two. `upper` are the bits above the
+  // lower four of all its steps.
+  template <int kHalf>
+  QUIRE_INLINE i32 unpack(const char* block, int step, i32 upper, const ByteTable& table) {
     if constexpr (kBits == 8) {
-      f32 bytes = as_float(load_lanes(block + (half * kSteps + step) * kUnitRowBytes));
+      f32 bytes = as_float(load_lanes(block + (kHalf * kSteps + step) * kUnitRowBytes));
       keep_in_register(bytes);  // else the compiler loads it for each row
       return as_int(bytes);
     }
     const int row = kGroup == 16 ? step : step % 8 / 2, is_upper = kGroup == 16 ? 0 : step % 2;
-    const int shift = kGroup == 16 ? int(half) * 4 : is_upper * 4;
+    const int shift = kGroup == 16 ? kHalf * 4 : is_upper * 4;
     i32 bytes = (load_lanes(block + row * kUnitRowBytes) >> shift) & 0x0f0f0f0f;
     if constexpr (kHasUpper) {
       const i32 rows[2] = {upper, {}};
@@ -54,7 +56,7 @@ struct GroupedTile {
   }
 
   // sum += the products of N rows, from kFirst on, with a group, scaled.
-  template <int kFirst, int N, int R, int G>
+  template <int kHalf, int kFirst, int N, int R, int G>
   QUIRE_INLINE void multiply(const Rows& rows, const Group& group, const ByteTable& table, const f32 (&scale)[G],
                              f32 (&sum)[R][G]) {
     const char* row = rows.first + kFirst * rows.bytes;
@@ -63,7 +65,7 @@ struct GroupedTile {
     i32 acc[N][G], upper[G] = {};
     QUIRE_UNROLL
     for (int g = 0; g < G && kHasUpper; ++g) {
-      upper[g] = load_lanes(group.block + (4 + group.half) * kUnitRowBytes + g * W * kUnitBytes);
+      upper[g] = load_lanes(group.block + (4 + kHalf) * kUnitRowBytes + g * W * kUnitBytes);
     }
     QUIRE_UNROLL
     for (int r = 0; r < N; ++r) {
@@ -79,14 +81,14 @@ struct GroupedTile {
         const int lines = (step + 2) * kLines / kSteps - line;
         ask_for(group.ask, group.ahead + line * 64, lines);
         if (kHasUpper && R <= 4) {
-          ask_for(Ask::kNearest, group.block + kBytesSoon + (group.half * kLines + line) * 64, lines);
+          ask_for(Ask::kNearest, group.block + kBytesSoon + (kHalf * kLines + line) * 64, lines);
         }
       }
       const int at = kBits == 8 || kGroup == 16 ? step : step / 2 + step % 2 * 4;
       i32 bytes[G];
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) {
-        bytes[g] = unpack(group.block + g * W * kUnitBytes, group.half, step, upper[g], table);
+        bytes[g] = unpack<kHalf>(group.block + g * W * kUnitBytes, step, upper[g], table);
       }
       add_quads<ByteSums>(acc, bytes, x, at * kUnitBytes);
     }
@@ -122,18 +124,23 @@ struct GroupedTile {
     const int64_t line_bytes = piece.line_bytes > 0 ? piece.line_bytes : kLines * 64;
     const char* line = piece.units + column * kUnitBytes;
     int64_t turn = piece.share;  // groups until the next one with which lines are asked for
-    for (int64_t index = 0; index < piece.groups; ++index) {
-      const char* block = piece.units + index / kGroupsPerBlock * kBlockBytes + column * kUnitBytes;
-      const int64_t half = index % kGroupsPerBlock;
+    const auto add_group = [&]<int kHalf>(const char* block, int64_t index) __attribute__((always_inline)) {
       const Ask ask = turn == 0 ? piece.ask : Ask::kNot;
       turn = turn == 0 ? piece.shares - 1 : turn - 1;
       const char* ahead = line + ((piece.ahead + index * line_bytes) & -64);
-      const Group group = {block, ahead, piece.first + index, half, ceil_div(line_bytes, 64), ask};
+      const Group group = {block, ahead, piece.first + index, ceil_div(line_bytes, 64), ask};
       f32 scale[G];
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) scale[g] = piece.scale(index, column + g * W);
-      multiply<0, A>(x, group, table, scale, sum);
-      if constexpr (B > 0) multiply<A, B>(x, group, table, scale, sum);
+      multiply<kHalf, 0, A>(x, group, table, scale, sum);
+      if constexpr (B > 0) multiply<kHalf, A, B>(x, group, table, scale, sum);
+    };
+    const char* block = line;
+    for (int64_t index = 0; index < piece.groups; index += kGroupsPerBlock, block += kBlockBytes) {
+      add_group.template operator()<0>(block, index);
+      if constexpr (kGroupsPerBlock == 2) {
+        if (index + 1 < piece.groups) add_group.template operator()<1>(block, index + 1);
+      }
     }
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
