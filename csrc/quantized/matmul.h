@@ -248,8 +248,8 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
   const StoredScales stored_scales = reader.stored_scales(panel, true);
   // Integers are unpacked for all rows, or by the tiles.
   const bool is_unpacked = !is_read_as_stored(reader, num_rows);
-  const bool is_of_one_tile =
-      num_rows <= kGroupedShape.rows && !is_unpacked && !has_groups_on_tiles(reader.shape, num_rows);
+  const bool is_of_one_tile = num_rows >= kFewestLongPieceRows && num_rows <= kGroupedShape.rows && !is_unpacked &&
+                              !has_groups_on_tiles(reader.shape, num_rows);
   const int64_t piece_k = is_of_one_tile ? kLongPieceK : kPieceK;
   const int64_t piece_groups = layout.group > piece_k ? 1 : piece_k / layout.group;
   const int64_t piece_bytes = piece_groups * layout.group / QuantizedShape::kBlock * reader.shape.block_bytes();

@@ -8,8 +8,9 @@
 namespace quire::QUIRE_ISA {
 
 // Of k, a multiple of all groups but those that are all of k: of a piece, the integers (unpacked, where they are not
-// read as they lie in the panel) and a tile's rows of x stay in the nearest cache. One tile alone takes longer pieces.
-constexpr int64_t kPieceK = 512, kLongPieceK = W == 16 ? 1024 : kPieceK;
+// read as they lie in the panel) and a tile's rows of x stay in the nearest cache. One tile alone takes longer pieces,
+// unless its rows are so few that reading a piece's mins would keep it waiting.
+constexpr int64_t kPieceK = 512, kLongPieceK = W == 16 ? 1024 : kPieceK, kFewestLongPieceRows = 3;
 constexpr int64_t kPieceGroups = kPieceK / 16, kMostPieceGroups = kLongPieceK / 16;
 
 // As kBytesAhead, in one panel.
