@@ -177,12 +177,6 @@ static bool shares_requests(const PanelReader& reader, const QuantizedRow& layou
   return layout.group > QuantizedShape::kBlock && layout.group * kPanelColumns <= kMostShared;
 }
 
-// The most rows of which reading bytes in a row keeps the processor's own requests ahead: the fewer, the longer it does
-// something else in between, which is scaling groups and adding mins.
-QUIRE_INLINE int64_t most_unfetched_rows(const QuantizedRow& layout) {
-  return kUnfetchedRows - (layout.group <= QuantizedShape::kBlock) - layout.has_mins;
-}
-
 // What the tiles ask for while they multiply by a panel: how, and how many bytes ahead; or shares of the next piece.
 struct Requests {
   Ask ask = Ask::kNext;
@@ -199,8 +193,9 @@ struct Requests {
     }
     if (kAsksNear && has_large_nearest_cache()) {
       ask = is_intel() ? Ask::kNext : Ask::kNearest;
-    } else if (kAsksNear && reader.shape.format.bits == 8 && rows <= most_unfetched_rows(layout)) {
-      ask = Ask::kNot;  // halves of bytes are read half as fast, and need the requests
+    } else if (kAsksNear && reader.shape.format.bits == 8) {
+      // The processor's own requests stay ahead, the less so the longer each group's scales and mins take in between.
+      if (rows <= kUnfetchedRows - (layout.group <= QuantizedShape::kBlock) - layout.has_mins) ask = Ask::kNot;
     }
   }
 };
@@ -248,9 +243,8 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
   const StoredScales stored_scales = reader.stored_scales(panel, true);
   // Integers are unpacked for all rows, or by the tiles.
   const bool is_unpacked = !is_read_as_stored(reader, num_rows);
-  const bool is_of_one_tile = num_rows >= kFewestLongPieceRows && num_rows <= kGroupedShape.rows && !is_unpacked &&
-                              !has_groups_on_tiles(reader.shape, num_rows);
-  const int64_t piece_k = is_of_one_tile ? kLongPieceK : kPieceK;
+  const bool is_of_one_tile = num_rows <= kGroupedShape.rows && !is_unpacked;
+  const int64_t piece_k = is_of_one_tile && num_rows >= kFewestLongPieceRows ? kLongPieceK : kPieceK;
   const int64_t piece_groups = layout.group > piece_k ? 1 : piece_k / layout.group;
   const int64_t piece_bytes = piece_groups * layout.group / QuantizedShape::kBlock * reader.shape.block_bytes();
   const Requests requests(reader, layout, num_rows, piece_bytes);

@@ -40,24 +40,16 @@ struct FewRows {
     const char *units, *line;
   };
 
-  // The bytes of a step of the group that is the block's half kHalf if there are two. `upper` are the bits above the
-  // lower four.
+  // The bytes of a step of a group, as of unpack_step.
   template <int kHalf>
   QUIRE_INLINE i32 unpack(const char* units, int step, i32 upper, const ByteTable& table) {
     if constexpr (kBits == 8) {
       f32 bytes = as_float(load_lanes(units + step * kUnitRowBytes));
       keep_in_register(bytes);  // else the compiler loads it for each row
       return as_int(bytes);
+    } else {
+      return unpack_step<kBits, kHasTable, kGroup>(units, kHalf, step, upper, table);
     }
-    const int row = kGroup == 16 ? step : step / 2, is_upper = kGroup == 16 ? kHalf : step % 2;
-    i32 bytes = (load_lanes(units + row * kUnitRowBytes) >> (is_upper * 4)) & 0x0f0f0f0f;
-    if constexpr (kBits < 8 && kBits > 4) {
-      i32 rows[2];
-      rows[kHalf] = upper;
-      bytes = bytes | PanelReader::upper_bits<kBits>(rows, row + 4 * is_upper);
-    }
-    if constexpr (kHasTable) bytes = table.look_up(bytes);
-    return bytes;
   }
 
   // sum += the products with the group `index`.

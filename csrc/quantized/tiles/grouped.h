@@ -30,29 +30,20 @@ struct GroupedTile {
   // A group of a panel, and what is asked for while it is multiplied.
   struct Group {
     const char *block, *ahead;
-    int64_t index;  // in a row
-    int64_t lines;  // that are asked for
+    int64_t index, lines;  // in a row; that are asked for
     Ask ask;
   };
 
-  // The bytes of a step of a group, which is a block's half kHalf if there are two. `upper` are the bits above the
-  // lower four of all its steps.
+  // The bytes of a step of a group.
   template <int kHalf>
   QUIRE_INLINE i32 unpack(const char* block, int step, i32 upper, const ByteTable& table) {
     if constexpr (kBits == 8) {
       f32 bytes = as_float(load_lanes(block + (kHalf * kSteps + step) * kUnitRowBytes));
       keep_in_register(bytes);  // else the compiler loads it for each row
       return as_int(bytes);
+    } else {
+      return unpack_step<kBits, kHasTable, kGroup>(block, kHalf, step, upper, table);
     }
-    const int row = kGroup == 16 ? step : step % 8 / 2, is_upper = kGroup == 16 ? 0 : step % 2;
-    const int shift = kGroup == 16 ? kHalf * 4 : is_upper * 4;
-    i32 bytes = (load_lanes(block + row * kUnitRowBytes) >> shift) & 0x0f0f0f0f;
-    if constexpr (kHasUpper) {
-      const i32 rows[2] = {upper, {}};
-      bytes = bytes | PanelReader::upper_bits<kBits>(rows, row + 4 * is_upper);
-    }
-    if constexpr (kHasTable) bytes = table.look_up(bytes);
-    return bytes;
   }
 
   // sum += the products of N rows, from kFirst on, with a group, scaled.
@@ -77,12 +68,10 @@ struct GroupedTile {
     for (int step = 0; step < kSteps; ++step) {
       if (step % 2 == 0) keep_order();
       if (kFirst == 0 && step % 2 == 0) {
-        const int line = step * kLines / kSteps;
-        const int lines = (step + 2) * kLines / kSteps - line;
+        const int line = step * kLines / kSteps, lines = (step + 2) * kLines / kSteps - line;
         ask_for(group.ask, group.ahead + line * 64, lines);
-        if (kHasUpper && R <= 4) {
-          ask_for(Ask::kNearest, group.block + kBytesSoon + (kHalf * kLines + line) * 64, lines);
-        }
+        const char* soon = group.block + kBytesSoon + (kHalf * kLines + line) * 64;
+        if (kHasUpper && R <= 4) ask_for(Ask::kNearest, soon, lines);
       }
       const int at = kBits == 8 || kGroup == 16 ? step : step / 2 + step % 2 * 4;
       i32 bytes[G];
@@ -138,9 +127,7 @@ struct GroupedTile {
     const char* block = line;
     for (int64_t index = 0; index < piece.groups; index += kGroupsPerBlock, block += kBlockBytes) {
       add_group.template operator()<0>(block, index);
-      if constexpr (kGroupsPerBlock == 2) {
-        if (index + 1 < piece.groups) add_group.template operator()<1>(block, index + 1);
-      }
+      if (kGroupsPerBlock == 2 && index + 1 < piece.groups) add_group.template operator()<1>(block, index + 1);
     }
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -160,18 +147,14 @@ struct GroupedTile {
   static constexpr int64_t kBlockBytes = kBits * kUnitRowBytes, kGroupsPerBlock = QuantizedShape::kBlock / kGroup;
   static constexpr int kLines = int(kBlockBytes / kGroupsPerBlock / 64);  // that a group takes
 
-  // The bytes of a step of a group, which is the block's half `half` if there are two.
+  // The bytes of a step of a group.
   QUIRE_INLINE i32 unpack(const char* block, int64_t half, int step, const ByteTable& table) {
-    if constexpr (kBits == 8) return load_lanes(block + (half * kSteps + step) * kUnitRowBytes);
-    const int row = kGroup == 16 ? step : step % 8 / 2, is_upper = kGroup == 16 ? 0 : step % 2;
-    const int shift = kGroup == 16 ? int(half) * 4 : is_upper * 4;
-    i32 bytes = (load_lanes(block + row * kUnitRowBytes) >> shift) & 0x0f0f0f0f;
-    if constexpr (kBits > 4) {
-      const i32 upper[2] = {load_lanes(block + (4 + half) * kUnitRowBytes), {}};
-      bytes = bytes | PanelReader::upper_bits<kBits>(upper, row + 4 * is_upper);
+    if constexpr (kBits == 8) {
+      return load_lanes(block + (half * kSteps + step) * kUnitRowBytes);
+    } else {
+      const i32 upper = kBits > 4 ? load_lanes(block + (4 + half) * kUnitRowBytes) : i32{};
+      return unpack_step<kBits, kHasTable, kGroup>(block, int(half), step, upper, table);
     }
-    if constexpr (kHasTable) bytes = table.look_up(bytes);
-    return bytes;
   }
 
   template <int R, int G>

@@ -217,7 +217,7 @@ struct PanelReader {
 
   // What lies above the lower four bits of row `row` of the units of 8 bits, in its place.
   template <int kBits>
-  QUIRE_MEMBER static i32 upper_bits(const i32 (&upper)[2], int row) {
+  QUIRE_MEMBER static i32 upper_bits(const i32* upper, int row) {
     if constexpr (kBits == 4) return i32{};
     constexpr int kCount = kBits == 6 ? 2 : 1, kMask = kBits == 6 ? 0x30303030 : 0x10101010;
     const int up = 4 - row * kCount % 8;  // one shift is cheaper than two
@@ -252,5 +252,16 @@ struct PanelReader {
     }
   }
 };
+
+// The bytes of a step of a small group of fewer than 8 bits, which is a block's half `half` if there are two. `upper`
+// are the bits above the lower four of all its steps.
+template <int kBits, bool kHasTable, int kGroup>
+QUIRE_INLINE i32 unpack_step(const char* block, int half, int step, i32 upper, const ByteTable& table) {
+  const int row = kGroup == 16 ? step : step % 8 / 2, is_upper = kGroup == 16 ? 0 : step % 2;
+  const int shift = (kGroup == 16 ? half : is_upper) * 4;
+  i32 bytes = (load_lanes(block + row * kUnitRowBytes) >> shift) & 0x0f0f0f0f;
+  if constexpr (kBits > 4) bytes = bytes | PanelReader::upper_bits<kBits>(&upper, row + 4 * is_upper);
+  return kHasTable ? table.look_up(bytes) : bytes;
+}
 
 }  // namespace quire::QUIRE_ISA
