@@ -25,9 +25,10 @@ QUIRE_INLINE bool asks_in_line() { return is_intel(); }
 #else
 QUIRE_INLINE constexpr bool asks_in_line() { return false; }
 #endif
+QUIRE_INLINE int64_t line_ahead(int64_t rows) { return !is_intel() ? kPanelAhead : rows <= 2 ? 2048 : 4096; }
+
 // What is read so soon is asked for once more, into the nearest cache, where integers are not read in one sweep.
 constexpr int64_t kBytesSoon = 1024;
-QUIRE_INLINE int64_t line_ahead(int64_t rows) { return !is_intel() ? kPanelAhead : rows <= 2 ? 2048 : 4096; }
 
 // W of IEEE's binary16 from p on.
 #if defined(QUIRE_SIMD_AVX512)
