@@ -250,7 +250,7 @@ static void multiply_panel([[maybe_unused]] Tiles& tiles, const char* rows, int6
   const Requests requests(reader, layout, num_rows, piece_bytes);
   // The tiles ask for what lies ahead of the integers they read: all but these lines, as they skip the fields.
   const Ask ask_fields = requests.ask == Ask::kNot ? Ask::kNext : requests.ask;
-  const bool is_in_line = asks_in_line(reader, num_rows);
+  const bool is_in_line = requests.ask != Ask::kNot && asks_in_line(reader, num_rows);
   for (int64_t at = 0; at < reader.integers_at && !is_in_line; at += 64) {
     ask_for(ask_fields, panel + requests.ahead + at);
   }
