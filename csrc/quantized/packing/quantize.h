@@ -1,7 +1,7 @@
 // Weights into the formats int8 and int4, at load. Lanes are rows of W, so that every variant makes the same choices.
 #pragma once
 
-#include "quantized/matmul.h"
+#include "quantized/activations.h"
 #include "quantized/rotation.h"
 
 namespace quire::QUIRE_ISA {

@@ -207,7 +207,7 @@ static void subtract_mins(const char* rows, int64_t num_rows, const PanelReader&
     } else {
       reader.read_scales(panel, first, end, scales, mins);
     }
-    const WeightPiece piece = {nullptr, {}, scales, mins, nullptr, first, end - first, Ask::kNot, 0, 0, 1};
+    const WeightPiece piece = {nullptr, {}, scales, mins, nullptr, first, end - first};
     const MinRequests requests = {line, field_bytes};
     add_mins_function<kMostMinRowsAtOnce, MinRequests>(height)(rows, layout, piece, minuses, requests);
     add_mins(rows + height * layout.bytes, num_rows - height, layout, piece, minuses + height * kPanelColumns);
@@ -230,7 +230,7 @@ static void stream_panel(Tiles& tiles, const char* rows, int64_t num_rows, const
   for (int64_t first = 0; first < layout.groups; first += piece_groups) {
     const int64_t end = smaller(first + piece_groups, layout.groups);
     if (stored_scales.numbers == nullptr) reader.read_scales(panel, first, end, scales, mins);
-    const WeightPiece piece = {nullptr, stored_scales, scales, mins, nullptr, first, end - first, Ask::kNot, 0, 0, 1};
+    const WeightPiece piece = {nullptr, stored_scales, scales, mins, nullptr, first, end - first};
     const char* to = end == layout.groups ? out.line(0) : nullptr;
     run(rows, layout, piece, blocks, to, out.stride(), sums);
   }

@@ -196,8 +196,7 @@ static void multiply_few_rows(const char* rows, int64_t num_rows, const PanelRea
   for (int64_t first = 0; first < layout.groups; first += piece_groups) {
     const int64_t end = smaller(first + piece_groups, layout.groups);
     if (stored_scales.numbers == nullptr) reader.read_scales(panel, first, end, scales, mins);
-    const WeightPiece piece = {
-        nullptr, stored_scales, scales, mins, shape.format.table, first, end - first, Ask::kNot, 0, 0, 1};
+    const WeightPiece piece = {nullptr, stored_scales, scales, mins, shape.format.table, first, end - first};
     run(rows, layout, piece, blocks, sums);
   }
   if (layout.has_mins) subtract_mins(rows, num_rows, reader, layout, panel, sums);

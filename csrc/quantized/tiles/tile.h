@@ -75,16 +75,20 @@ struct QuantizedRow {
   }
 };
 
+QUIRE_INLINE const TileShape& shape_of(const QuantizedRow& layout) {
+  return layout.group > QuantizedShape::kBlock ? kByteShape : kGroupedShape;
+}
+
 // A piece of a panel: of `groups` groups the units [group / 4][32], scales and mins [groups][32].
 struct WeightPiece {
   const char* units;
   StoredScales stored_scales;  // the panel's; if it has numbers, `scales` are not used
   const float *scales, *mins;
   const uint8_t* table;
-  int64_t first, groups;   // the first group's index in a row
-  Ask ask;                 // whether a tile asks for weights while it multiplies,
-  int64_t ahead;           // how far behind its units these lie,
-  int64_t share, shares;   // and which share of them: all passes ask for one, or those of the first rows for all
+  int64_t first, groups;          // the first group's index in a row
+  Ask ask = Ask::kNot;            // whether a tile asks for weights while it multiplies,
+  int64_t ahead = 0;              // how far behind its units these lie,
+  int64_t share = 0, shares = 1;  // and which share of them: all passes ask for one, or those of the first rows for all
   int64_t line_bytes = 0;  // asked for with each group where that is in line (asks_in_line()); else as much as it takes
   // Where a large tile writes its results, plus bias, which may be null, in rows `out_stride` apart; null: to the sums.
   bf16* out = nullptr;
