@@ -5,6 +5,7 @@
 
 NB_MODULE(_native, module) {
   using namespace quire;
+  nb::set_leak_warnings(false);  // a command ends without collecting its objects
   module.def("isa", [] { return kernels().name; });
   module.def("available_isas", &available_isas);
   module.def("use_isa", &use_isa);

@@ -9,6 +9,9 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -77,21 +80,21 @@ class Team {
   // `cpus`: one for each thread, or none. Scratch memory that the workers ask for is that of `pool`.
   Team(ThreadPool* pool, int count, const std::vector<int>& cpus) : shares_(size_t(count)) {
     for (int thread = 1; thread < count; ++thread) {
-      workers_.emplace_back([this, pool, thread] {
-        tls_pool = pool;
-        work(thread);
-      });
+      try {
+        workers_.emplace_back([this, pool, thread] {
+          tls_pool = pool;
+          work(thread);
+        });
+      } catch (const std::system_error& error) {  // of a limit on threads, or on memory for their stacks
+        end();
+        throw std::runtime_error("only " + std::to_string(thread) + " of " + std::to_string(count) +
+                                 " threads could be started (" + error.what() + "): lower num_threads");
+      }
       if (!cpus.empty()) pin_to_cpu(workers_.back(), cpus[size_t(thread)]);
     }
   }
 
-  // Only while no region runs.
-  ~Team() {
-    stop_.store(true);
-    begin(0, nullptr);
-    region_.notify_all();
-    for (std::thread& worker : workers_) worker.join();
-  }
+  ~Team() { end(); }
 
   void run(int64_t num_tasks, Task task) {
     const uint32_t region = begin(num_tasks, &task);
@@ -115,6 +118,14 @@ class Team {
   }
 
  private:
+  // Only while no region runs.
+  void end() {
+    stop_.store(true);
+    begin(0, nullptr);
+    region_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
   struct Share {
     alignas(64) std::atomic<uint64_t> ticket{0};
     std::atomic<const Task*> task{nullptr};

@@ -1,6 +1,7 @@
 """quire chat: turns, commands, interruptions."""
 
 import builtins
+import io
 import re
 import signal
 from typing import Any
@@ -82,6 +83,25 @@ def test_accepted_drafts_are_coloured_on_a_terminal(
     found = re.search(r", (\d+) of (\d+) drafts accepted\]", out)
     assert (found is not None) == speculates
     assert found is None or 0 < int(found[1]) <= int(found[2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config"),
+    [((), {"method": "suffix"}), (("--speculative-config", '{"method": "ngram"}'), {"method": "ngram"})],
+)
+def test_speculate_has_a_drafter_of_its_own_unless_another_is_named(
+    scripted: tuple[LLM, RecitingExecutor], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], config: object
+) -> None:
+    given = []
+
+    def load(parsed: Any) -> LLM:
+        given.append(parsed.speculative_config)
+        return scripted[0]
+
+    monkeypatch.setattr(options, "load_llm", load)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["chat", "--speculate", *arguments]) == 0
+    assert given == [config]
 
 
 def test_a_system_message_stays_through_a_reset(scripted: tuple[LLM, RecitingExecutor]) -> None:

@@ -74,7 +74,7 @@ def test_the_ends_of_a_range_are_in_it(make, name, values):
         (scheduler, "target_step_ms", 1.1e6, "target_step_ms=1100000.0: must be a number from 1e-06 to 1e.06"),
         (scheduler, "tenant_weights", {"a": 1, "b": 0}, r"tenant_weights\['b'\]=0: must be a number from 1e-06"),
         (scheduler, "tenant_weights", {"a": 2e6}, r"tenant_weights\['a'\]=2000000.0: must be a number from"),
-        (parallel, "num_threads", 0, "num_threads=0: must be at least 1"),
+        (parallel, "num_threads", 0, "num_threads=0: must be 1 to 1024"),
         (parallel, "tensor_parallel_size", 0, "tensor_parallel_size=0: must be 1 to 64"),
         (parallel, "tensor_parallel_size", 65, "tensor_parallel_size=65: must be 1 to 64"),
         (parallel, "pipeline_parallel_size", 0, "pipeline_parallel_size=0: must be 1 to 64"),

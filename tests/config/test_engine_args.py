@@ -174,6 +174,8 @@ def test_a_head_that_names_its_model_may_be_given_as_the_model(monkeypatch):
     assert config.scheduler.max_num_seqs == 4
     given = {"num_speculative_tokens": 5}
     assert EngineArgs(model="head", speculative_config=given).resolve().speculative == SpeculativeConfig("ngram", 5)
+    off = EngineArgs(model="head", speculative_config={"method": "off"}).resolve()
+    assert (off.model.model, off.speculative) == ("quire-tiny", SpeculativeConfig("off")), "without the head"
 
 
 @pytest.mark.parametrize("given", [{"model": "other"}, {"model": "head", "speculative_config": {"model": "x"}}])

@@ -25,6 +25,8 @@ class Spelled:
     def fork(self) -> Spelled:
         return Spelled(self.text, self.forced, self.ends, self.place)
 
+    trial = fork
+
     def mask(self) -> np.ndarray:
         return np.full(2, -1, np.int32)
 

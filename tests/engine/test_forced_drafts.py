@@ -70,6 +70,8 @@ class Spelled:
     def fork(self):
         return Spelled(self.text, self.forced, self.place)
 
+    trial = fork
+
     def mask(self):
         words = np.zeros(16, np.int32)
         words[:] = -1 if self.text[self.place].isupper() else 0

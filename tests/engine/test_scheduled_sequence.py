@@ -19,6 +19,8 @@ TABLES = (np.array([3, 4], np.int32), np.array([5, 6], np.int32))
 class Grammar:
     """Allows these tokens in this order. Its mask is the number of tokens that it has seen."""
 
+    error = None
+
     def __init__(self, *allowed: int, num_seen: int = 0) -> None:
         self.allowed, self.num_seen = allowed, num_seen
 
@@ -29,7 +31,7 @@ class Grammar:
         self.num_seen += 1
         return self.num_seen <= len(self.allowed) and self.allowed[self.num_seen - 1] == token_id
 
-    def fork(self) -> "Grammar":
+    def trial(self) -> "Grammar":
         return Grammar(*self.allowed, num_seen=self.num_seen)
 
 

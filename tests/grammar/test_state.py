@@ -253,3 +253,27 @@ def test_a_tokenizer_that_the_library_cannot_take() -> None:
     compilation = compiler.submit(StructuredOutputsParams(regex="a"))
     assert isinstance(compilation.future.exception(timeout=60), InvalidParamsError)
     assert "tokenizer" in compilation.error
+
+
+@pytest.mark.parametrize("jumps", [False, True])
+def test_drafts_that_are_tried_use_up_none_of_a_grammars_limits(compiler, jumps) -> None:
+    """A pattern that has too many states after some 20 tokens: it fails at the same token with and without trials."""
+    generator = random.Random(3)
+    alone, tried = (start(compiler, regex=r"[a-z ]*[aeiou][a-z ]{40}") for _ in range(2))
+    alone.jumps = tried.jumps = jumps
+    for _ in range(60):
+        assert np.array_equal(tried.mask(), alone.mask())
+        for _ in range(3):
+            trial = tried.trial()
+            while trial is not None and trial.error is None and generator.random() < 0.9:
+                trial.advance(generator.choice(allowed(trial)))
+        token_id = generator.choice(allowed(alone))
+        assert tried.num_allowed([token_id]) in (0, 1)
+        assert tried.advance(token_id) == alone.advance(token_id)
+        assert (tried.error, tried.may_end, tried.is_finished) == (alone.error, alone.may_end, alone.is_finished)
+        if alone.error is not None:
+            break
+        assert tried.forced_tokens() == alone.forced_tokens()
+    assert "too many states" in (alone.error or "")
+    assert tried.trial() is None
+    assert tried.num_allowed([token_id]) == 0

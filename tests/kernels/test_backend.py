@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -143,9 +144,39 @@ def test_the_number_of_threads_can_be_set_and_must_be_positive():
     with using(kernels.isa()):
         kernels.set_num_threads(3)
         assert kernels.num_threads() == 3
-        for count in (0, -1):
-            with pytest.raises(ConfigError, match="at least 1"):
+        for count in (0, -1, 1025):
+            with pytest.raises(ConfigError, match=f"num_threads={count}: must be 1 to 1024"):
                 kernels.set_num_threads(count)
+
+
+@needs_native
+@pytest.mark.parametrize(("count", "cpus"), [(2, [0]), (1, [0, 0]), (1, [-1]), (2, [0, 10**9]), (2, [0, 2**31 - 1])])
+def test_threads_are_pinned_to_as_many_cpus_as_there_are_threads(count, cpus):
+    with pytest.raises(ConfigError, match=rf"must be {count} of the CPUs that this process may use, \[0"):
+        kernels.set_num_threads(count, cpus)
+
+
+@needs_native
+def test_threads_that_cannot_be_started_are_an_error_and_fewer_work():
+    code = """
+import resource, torch
+from quire import kernels
+x, w = torch.ones(512, 64), kernels.pack_weight(torch.ones(640, 64))
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (200 << 20),) * 2)
+kernels.set_num_threads(1024)
+try:
+    kernels.matmul(x, w)
+except RuntimeError as error:
+    print(error)
+kernels.set_num_threads(2)
+print(float(kernels.matmul(x, w).sum()))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    error, total = result.stdout.splitlines()
+    assert re.fullmatch(r"only \d+ of 1024 threads could be started \(.*\): lower num_threads", error)
+    assert float(total) == 512 * 640 * 64
 
 
 def affinities(known=()):

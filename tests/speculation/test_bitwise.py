@@ -5,7 +5,7 @@
 
 import pytest
 
-from quire import LLM, LoRARequest, SamplingParams
+from quire import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from quire.common.outputs import RequestMetrics
 from quire.engine.process.messages import Progress
 from quire.engine.requests.sequence import SequenceGroup
@@ -150,3 +150,21 @@ def test_drafts_of_a_request_whose_prefix_another_joins_in_the_same_step_change_
     assert outputs[0].num_cached_tokens == 7
     assert outputs[1].num_cached_tokens == 16, "it joins a block"
     assert outputs[0].metrics.num_drafts
+
+
+@pytest.mark.parametrize("max_tokens", [18, 40])
+def test_a_grammar_that_becomes_too_complex_does_so_at_the_same_token_with_drafts(max_tokens: int) -> None:
+    """After 19 tokens here; drafts that it allows, and that are wrong, make it so earlier."""
+    prediction = "the quick brown fox jumps over the lazy dog and returns one more than another value of the same kind "
+    pattern = StructuredOutputsParams(regex=r"[a-z ]*[aeiou][a-z ]{40}")
+    params = SamplingParams(
+        temperature=1, seed=3, max_tokens=max_tokens, structured_outputs=pattern, prediction=prediction
+    )
+    found = []
+    for config in ({"method": "off"}, {"method": "prediction", "num_speculative_tokens": 32, "adaptive": False}):
+        llm = LLM(max_model_len=256, num_gpu_blocks_override=20, speculative_config=config)
+        (output,) = llm.generate(["def main():"], params, use_tqdm=False)
+        found.append((output.outputs[0].token_ids, output.error))
+        llm.engine.requests.check_integrity()
+    assert found[0] == found[1]
+    assert (len(found[0][0]), found[0][1] is None) == ((18, True) if max_tokens == 18 else (19, False))

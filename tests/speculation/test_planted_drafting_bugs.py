@@ -45,7 +45,7 @@ def publish_before_the_check(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_grammar_where_the_drafts_lead(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GrammarState, "fork", lambda self: self)
+    patch.setattr(GrammarState, "trial", lambda self: self)
 
 
 def leave_the_masks_of_drafts_out(patch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,8 @@ class EngineArgs(metaclass=_NamesChecked):
             given = self.speculative_config or {}
             if self.model is None or "model" in given or (verifier := verifier_of(self.model)) is None:
                 raise
-            drafting = {**verifier[1], **given}
+            is_used = given.get("method", verifier[1]["method"]) == verifier[1]["method"]
+            drafting = {**verifier[1], **given} if is_used else given
             return dataclasses.replace(self, model=verifier[0], speculative_config=drafting).resolve()
         speculative = SpeculativeConfig.read(self.speculative_config or {})
         draft = draft_model(model, speculative, "method" in (self.speculative_config or {}))

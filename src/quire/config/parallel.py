@@ -10,6 +10,7 @@ from quire.common.errors import ConfigError
 
 MAX_ENGINES = 1024
 MAX_RANKS = 64
+MAX_THREADS = 1024
 MASTER_PORT = 29501
 """vLLM's `master_port`."""
 ANY_CPU = "any"
@@ -188,8 +189,8 @@ class ParallelConfig:
     """Where engines run, one of BACKENDS."""
 
     def __post_init__(self) -> None:
-        if self.num_threads is not None and self.num_threads < 1:
-            raise ConfigError(f"num_threads={self.num_threads}: must be at least 1")
+        if self.num_threads is not None:
+            check_threads(self.num_threads)
         if self.num_threads is not None and self.cpus:
             raise ConfigError("num_threads and cpu_list both set the number of threads: give one")
         if not 1 <= self.data_parallel_size <= MAX_ENGINES:
@@ -242,12 +243,26 @@ class ParallelConfig:
         return "in_process" if self.tensor_parallel_size == 1 else "ranks"
 
 
+def check_threads(count: int, cpus: Sequence[int] = ()) -> None:
+    """Raise ConfigError unless there may be so many threads of kernels, each pinned to one of `cpus` if there are any,
+    and this process may use these."""
+    if not 1 <= count <= MAX_THREADS:
+        raise ConfigError(f"num_threads={count}: must be 1 to {MAX_THREADS}")
+    if cpus and (len(cpus) != count or not set(cpus) <= _usable_cpus()):
+        allowed = sorted(_usable_cpus())
+        raise ConfigError(f"cpus={list(cpus)}: must be {count} of the CPUs that this process may use, {allowed}")
+
+
+def _usable_cpus() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+
+
 def parse_cpu_list(text: str) -> tuple[int, ...]:
     """Parse `0,2-3` into (0, 2, 3), and `any` into none. Raises ConfigError unless each CPU may be used by this process
     and occurs once."""
     if text == ANY_CPU:
         return ()
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    allowed = _usable_cpus()
     cpus: list[int] = []
     for item in text.split(","):
         numbers = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", item.strip())

@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Load the model, then read and answer messages until the input ends."""
     given = sampling_options(options)
-    if options.speculate and options.speculative_config is None:
-        options.speculative_config = {"method": "suffix"}
+    if options.speculate:
+        options.speculative_config = getattr(options, "speculative_config", {"method": "suffix"})
     llm, lora = load_llm_and_adapter(options)
     session = ChatSession(llm, sampling_params(given, llm), options.system, lora, shows_drafts=options.speculate)
     interactive = sys.stdin.isatty()

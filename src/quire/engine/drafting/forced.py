@@ -52,8 +52,8 @@ class ForcedTokens:
             return NO_DRAFT
         self._learn(seq.drafting.walk, seq.token_ids)
         walk = seq.drafting.walk = Walk(len(seq.token_ids))
-        state, newest = seq.grammar.fork(), seq.token_ids[-1]
-        while len(walk.token_ids) < most and not state.is_finished:
+        state, newest = seq.grammar.trial(), seq.token_ids[-1]
+        while state is not None and len(walk.token_ids) < most and not state.is_finished:
             if not self._step(walk, state, newest, (group.tenant, group.content_key)):
                 break
             newest = walk.token_ids[-1]

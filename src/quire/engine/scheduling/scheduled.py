@@ -56,11 +56,13 @@ def _masks(seq: Sequence, drafts: tuple[int, ...]) -> tuple[MaskWords, ...]:
     """By row, what the grammar allows behind it; it ends before the first draft that the grammar forbids."""
     assert seq.grammar is not None
     fault_point("grammar.mask", seq.seq_id)
-    masks, state = [seq.grammar.mask()], seq.grammar
+    masks = [seq.grammar.mask()]
+    trial = seq.grammar.trial() if drafts else None
     for token_id in drafts:
-        if state is seq.grammar:
-            state = seq.grammar.fork()
-        if not state.advance(token_id):
+        if trial is None or not trial.advance(token_id):
             break
-        masks.append(state.mask())
+        mask = trial.mask()
+        if trial.error is not None:
+            break
+        masks.append(mask)
     return tuple(masks)

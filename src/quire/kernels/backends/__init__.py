@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.common import errors, faults
+from quire.config.parallel import check_threads
 from quire.kernels.backends.base import Backend
 from quire.kernels.backends.native.backend import NativeBackend
 from quire.kernels.backends.reference_backend import ReferenceBackend
@@ -103,6 +104,5 @@ def set_num_threads(count: int, cpus: Sequence[int] = ()) -> None:
     part in the place of the first CPU's; it is never pinned. An engine with `num_threads` or `cpu_list` has threads of
     its own, which this does not change.
     """
-    if count < 1:
-        raise errors.ConfigError(f"num_threads is {count}; it must be at least 1")
+    check_threads(count, cpus)
     backend_for("cpu").set_num_threads(count, cpus)

@@ -147,7 +147,8 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         tokenizer, shape = self._library_vocabulary()
-        state = GrammarState(LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits()), shape)
+        start = partial(LLMatcher, tokenizer, grammar, log_level=0, limits=parser_limits())
+        state = GrammarState(start, shape)
         allows_any = state.error is None and bool(state.mask().any())  # the first mask is the slowest, and may fail
         if state.error is not None:
             raise InvalidParamsError(f"{params.structure} is rejected: {state.error}")

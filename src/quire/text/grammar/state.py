@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,18 +40,32 @@ class MaskShape:
             words.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
 
 
+@dataclass(slots=True)
+class _Lexer:
+    """What a state and its copies share: the structures that the library builds while it runs, and its limits."""
+
+    start: Callable[[], LLMatcher]
+    """Makes a matcher that shares nothing with others."""
+    has_trials: bool = False
+
+
 class GrammarState:
     """A sequence's place in its grammar, which depends on the tokens generated so far and nothing else.
 
     Commit advances it with every token that it appends, and forks have states of their own. A grammar never raises: if
-    it turns out to be too complex, `error` gives the reason and `advance` returns False.
+    it turns out to be too complex, `error` gives the reason and `advance` returns False. Drafts are tried on copies,
+    and what these add to the library's structures counts towards its limits. If a grammar fails that had trials, it
+    starts anew, does what it would have done without them, and takes no more of them (ADR 0113).
     """
 
-    __slots__ = ("_matcher", "_shape", "jumps")
+    __slots__ = ("_lexer", "_matcher", "_shape", "_takes_trials", "_token_ids", "jumps")
 
-    def __init__(self, matcher: LLMatcher, shape: MaskShape, *, jumps: bool = True) -> None:
-        self._matcher = matcher
+    def __init__(self, start: Callable[[], LLMatcher], shape: MaskShape, *, jumps: bool = True) -> None:
+        self._lexer = _Lexer(start)
+        self._matcher = start()
         self._shape = shape
+        self._token_ids = list[int]()
+        self._takes_trials = True
         self.jumps = jumps
         """Whether `forced_tokens` returns tokens, which are then appended without sampling."""
 
@@ -60,7 +75,18 @@ class GrammarState:
         The two share the structures that the library builds while it runs, and its limits apply to both together, so
         the forks of a request fail together.
         """
-        return GrammarState(self._matcher.deep_copy(), self._shape, jumps=self.jumps)
+        fork = copy(self)
+        fork._matcher, fork._token_ids = self._matcher.deep_copy(), self._token_ids.copy()
+        return fork
+
+    def trial(self) -> GrammarState | None:
+        """Return a copy on which drafts are tried; None if the grammar has failed because of them."""
+        if not self._takes_trials:
+            return None
+        self._lexer.has_trials = True
+        trial = self.fork()
+        trial._takes_trials = False
+        return trial
 
     def mask(self) -> npt.NDArray[np.int32]:
         """[ceil(vocab_size / 32)]: bit `token_id % 32` of word `token_id // 32` is set if the token may come next.
@@ -70,25 +96,56 @@ class GrammarState:
         """
         words = np.empty(-(-self._shape.vocab_size // 32), np.int32)
         self._shape.fill(self._matcher, words)
+        if self._starts_anew():
+            self._shape.fill(self._matcher, words)
         if self._matcher.is_error():
             words[:] = -1
         return words
 
     def advance(self, token_id: int) -> bool:
         """Append a token. Returns False, after which the state is unusable, if the grammar forbids it or fails."""
-        return token_id >= 0 and self._matcher.consume_token(token_id)
+        if token_id < 0:
+            return False
+        if not self._matcher.consume_token(token_id):
+            if not self._starts_anew():
+                return False
+            self.mask()  # as before this token without drafts
+            if not self._matcher.consume_token(token_id):
+                return False
+        self._token_ids.append(token_id)
+        return True
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens may follow one after another, up to the first that may not. A copy looks at
-        them: a grammar that fails at one of them may not have to."""
-        return self._matcher.deep_copy().validate_tokens(list(token_ids))
+        """Return how many of these drafts may follow one after another, up to the first that may not."""
+        trial = self.trial()
+        return 0 if trial is None else trial._matcher.validate_tokens(list(token_ids))
 
     def forced_tokens(self, *, always: bool = False) -> list[int]:
         """Return the tokens that must come next, as the tokenizer splits their text; empty if there is a choice.
 
         Each of them is the only token that the mask at its position allows. Only with `jumps`, or `always`.
         """
-        return self._matcher.compute_ff_tokens() if self.jumps or always else []
+        if not (self.jumps or always):
+            return []
+        forced = self._matcher.compute_ff_tokens()
+        return self._matcher.compute_ff_tokens() if self._starts_anew() else forced
+
+    def _starts_anew(self) -> bool:
+        """Whether the grammar had failed, may have done so because of drafts, and has not after all its tokens without
+        them. With the masks and forced tokens in between, its structures are those of a grammar that had no drafts."""
+        if not (self._takes_trials and self._lexer.has_trials and self._matcher.is_error()):
+            return False
+        self._lexer, self._takes_trials = _Lexer(self._lexer.start), False
+        self._matcher = self._lexer.start()
+        place = 0
+        while place < len(self._token_ids):
+            forced = self._matcher.compute_ff_tokens() if self.jumps and place else []
+            if not forced:
+                self.mask()
+            end = place + max(1, len(forced))
+            self._matcher.consume_tokens(self._token_ids[place:end])
+            place = end
+        return not self._matcher.is_error()
 
     @property
     def may_end(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.config.parallel import check_threads
 from quire.kernels.backends import key_layout, reference
 from quire.kernels.backends.native.arguments import (
     DTYPE_CODES,
@@ -64,7 +65,11 @@ class NativeBackend:
         self.native.set_num_threads(count, cpus)
 
     def threads(self, count: int | None, cpus: Sequence[int] = ()) -> AbstractContextManager[object]:
-        return self.native.ThreadPool(count or len(cpus), cpus) if count or cpus else nullcontext()
+        if not count and not cpus:
+            return nullcontext()
+        check_threads(count or len(cpus), cpus)
+        pool: AbstractContextManager[object] = self.native.ThreadPool(count or len(cpus), cpus)
+        return pool
 
     def reading_rate(self, weights: Sequence[Tensor]) -> float | None:
         return reading_rate(self.native, weights)
