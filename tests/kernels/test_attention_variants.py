@@ -201,6 +201,11 @@ def test_on_the_meta_device_the_output_is_all_that_is_allocated():
         ({"softcap": -30.0}, "softcap: -30.0"),
         ({"softcap": math.inf}, "softcap: inf"),
         ({"softcap": math.nan}, "softcap: nan"),
+        ({"softcap": 1e-40}, "softcap: 1e-40"),
+        ({"softcap": 3.5e38}, "softcap: 3.5e"),
+        ({"sliding_window": 2**63}, "sliding_window: 9223372036854775808"),
+        ({"sliding_window": 1.5}, "sliding_window: 1.5"),
+        ({"chunk_size": 2**63}, "chunk_size: 9223372036854775808"),
     ],
 )
 def test_values_that_leave_nothing_to_see_are_refused(values, given):
