@@ -264,7 +264,8 @@ def test_options_of_vllm_that_ask_for_something_else_are_refused(run: Run) -> No
     status, _, err = run("serve", "--data-parallel-rank", "2")
     assert (status, err) == (
         2,
-        "quire: data_parallel_rank='2' is not supported: one engine process per server so far\n",
+        "quire: data_parallel_rank='2' is not supported: engines, ranks and stages are arranged by data_parallel_size, "
+        "tensor_parallel_size, pipeline_parallel_size and nnodes alone: docs/scaling.md\n",
     )
     status, _, err = run("top", "--enforce-eager")
     assert status == 2

@@ -71,7 +71,7 @@ def test_arguments_that_make_no_difference_are_accepted_in_one_line(caplog, monk
     [
         ({"load_format": "pt"}, "load_format='pt' is not supported: checkpoints are safetensors"),
         ({"master_port": 2}, "master_port='2' is not supported: give it in master_addr, as HOST:PORT"),
-        ({"data_parallel_rank": 2}, "data_parallel_rank='2' is not supported: one engine process"),
+        ({"data_parallel_rank": 2}, "data_parallel_rank='2' is not supported: engines, ranks and stages are arranged"),
         ({"spec_method": "ngram"}, "speculative_config says how tokens are drafted"),
         ({"device": "cuda"}, "Quire runs on CPUs"),
         ({"max_num_seq": 4}, "unknown argument 'max_num_seq', did you mean 'max_num_seqs'"),
