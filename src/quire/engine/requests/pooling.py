@@ -112,7 +112,8 @@ class PoolingInputs:
         elif (keep := self._num_kept(params)) is not None:
             token_ids, types = token_ids[-keep:], types if types is None else types[-keep:]
         self.check(token_ids, spec)
-        types = None if types is None else _checked_types(types, len(token_ids))
+        num_types = self._inputs.model.hf_config.count("type_vocab_size", 2) or MAX_TOKEN_TYPE
+        types = None if types is None else _checked_types(types, len(token_ids), num_types)
         return CheckedPrompt(params, spec, text, token_ids, salt, types)
 
     def encode(self, text: str, params: PoolingParams, add_special_tokens: bool = True) -> list[int]:
@@ -156,12 +157,13 @@ class PoolingInputs:
         return PromptPooling(spec, num_tokens, is_whole=is_whole, token_type_ids=token_type_ids)
 
 
-def _checked_types(types: Any, num_tokens: int) -> tuple[int, ...] | None:
+def _checked_types(types: Any, num_tokens: int, num_types: int) -> tuple[int, ...] | None:
     """Return the token type ids as a tuple; None if they are all 0. Raises InvalidPromptError."""
     if not isinstance(types, list | tuple) or len(types) != num_tokens:
         raise InvalidPromptError(f"token_type_ids must be a list of {num_tokens} integers, one for each token")
-    if not all(type(kind) is int and 0 <= kind < MAX_TOKEN_TYPE for kind in types):
-        raise InvalidPromptError(f"token_type_ids must be integers from 0 to {MAX_TOKEN_TYPE - 1}")
+    if not all(type(kind) is int and 0 <= kind < num_types for kind in types):
+        given = next(kind for kind in types if type(kind) is not int or not 0 <= kind < num_types)
+        raise InvalidPromptError(f"token_type_ids={given!r}: this model takes integers from 0 to {num_types - 1}")
     return tuple(types) if any(types) else None
 
 

@@ -134,12 +134,24 @@ class Tokenizer:
         if max_tokens is None:
             found = self._encoded((first, second), True)
             return list(found.ids), list(found.type_ids)
-        parts = self._encoded(first, False), self._encoded(second, False)
+        parts = self._encoded(first, False).ids, self._encoded(second, False).ids
         room = max(0, max_tokens - self._backend.num_special_tokens_to_add(True))
-        for part, num_kept in zip(parts, _kept(len(parts[0]), len(parts[1]), room), strict=True):
-            part.truncate(num_kept)
-        found = self._backend.post_process(*parts)
-        return list(found.ids)[:max_tokens], list(found.type_ids)[:max_tokens]
+        kept = [part[:num] for part, num in zip(parts, _kept(len(parts[0]), len(parts[1]), room), strict=True)]
+        token_ids, types = list[int](), list[int]()
+        for place, token_id, kind in self._pair_template:
+            part = [token_id] if place is None else kept[place]
+            token_ids += part
+            types += [kind] * len(part)
+        return token_ids[:max_tokens], types[:max_tokens]
+
+    @cached_property
+    def _pair_template(self) -> list[tuple[int | None, int, int]]:
+        """The places of both texts, and the special tokens around them with their ids; of each its token type. The
+        library itself would join all pieces of a text that it cuts with all pieces of the other."""
+        token = self._encoded("a", False)
+        token.truncate(1)
+        found = self._backend.post_process(token, token)
+        return list(zip(found.sequence_ids, found.ids, found.type_ids, strict=True))
 
     def _encoded(self, text: str | tuple[str, str], add_special_tokens: bool) -> tokenizers.Encoding:
         """A batch of one: that lets other threads run, and unlike a longer one takes a single core."""
