@@ -38,6 +38,8 @@ VARIANTS = {
     "chunk of 10000": AttentionVariant(chunk_size=10_000),
     "chunk of 200, window of 150": AttentionVariant(150, 200),
     "softcap 0.5": AttentionVariant(softcap=0.5),
+    "softcap 1.2e-38": AttentionVariant(softcap=1.2e-38),
+    "softcap 1.7e38": AttentionVariant(softcap=1.7e38),
     "softcap 50": AttentionVariant(softcap=50.0),
     "softcap 50, window of 33": AttentionVariant(33, softcap=50.0),
     "sinks": AttentionVariant(sinks=sinks(4)),
@@ -201,6 +203,11 @@ def test_on_the_meta_device_the_output_is_all_that_is_allocated():
         ({"softcap": -30.0}, "softcap: -30.0"),
         ({"softcap": math.inf}, "softcap: inf"),
         ({"softcap": math.nan}, "softcap: nan"),
+        ({"softcap": 1e-40}, "softcap: 1e-40"),
+        ({"softcap": 1.8e38}, "softcap: 1.8e"),
+        ({"sliding_window": 2**63}, "sliding_window: 9223372036854775808"),
+        ({"sliding_window": 1.5}, "sliding_window: 1.5"),
+        ({"chunk_size": 2**63}, "chunk_size: 9223372036854775808"),
     ],
 )
 def test_values_that_leave_nothing_to_see_are_refused(values, given):

@@ -368,7 +368,7 @@ COS_SIN = torch.zeros(9, 8)
         (lambda: kernels.clip(torch.zeros(8), 0.0), r"a limit above 0; .*limit: 0\.0"),
         (lambda: kernels.softcap(torch.zeros(8).bfloat16(), 2.0), "softcap takes x float32.*x: bfloat16"),
         (lambda: kernels.softcap(torch.zeros(8, 2).T, 2.0), "strides"),
-        (lambda: kernels.softcap(torch.zeros(8), 0.0), r"a cap above 0; .*cap: 0\.0"),
+        *((lambda cap=x: kernels.softcap(torch.zeros(8), cap), f"cap from .*: {x}") for x in (0.0, 1e-40, torch.inf)),
         (lambda: kernels.gated_activation(torch.zeros(2, 7), "silu"), r"2 \* width.*got x: float32 \[2, 7\]"),
         (lambda: kernels.gated_activation(torch.zeros(2, 8), "silu", torch.zeros(2, 3)), r"out: float32 \[2, 3\]"),
         (lambda: kernels.gated_activation(torch.zeros(2, 8), "silu", torch.zeros(4, 2).T), r"out: .*strides \[1, 2\]"),

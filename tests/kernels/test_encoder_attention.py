@@ -157,8 +157,9 @@ def test_what_does_not_fit_is_refused(isa):
             given = {"query": query, "key": key, "value": value, "query_start": query_start, "seq_lens": seq_lens}
             with pytest.raises(KernelError):
                 kernels.encoder_attention(**given | {"scale": 1.0} | changed)
-    with pytest.raises(KernelError, match="a window of at least 0"):
-        EncoderVariant(-1)
+    for window in (-1, 2**63, 1.5):
+        with pytest.raises(KernelError, match=f"window of at least 0, .*window: {window}"):
+            EncoderVariant(window)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -351,5 +351,12 @@ def test_arguments_that_do_not_fit_are_refused():
     for wrong in ([*matrices, packed(7, 6, torch.float32, 0)], [*matrices, packed(8, 6, torch.bfloat16, 0)]):
         with pytest.raises(KernelError, match="ExpertWeights takes"):
             kernels.ExpertWeights(wrong)
-    with pytest.raises(KernelError, match="ExpertWeights takes"):
-        kernels.ExpertWeights(matrices, [torch.zeros(7)] * 4)
+    biases = [torch.zeros(8)] * 3
+    for wrong in (torch.zeros(7), torch.zeros(8).bfloat16(), torch.zeros(8, device="meta"), torch.zeros(16)[::2]):
+        with pytest.raises(KernelError, match=r"ExpertWeights takes 4 contiguous float32 biases \[8\]"):
+            kernels.ExpertWeights(matrices, [*biases, wrong])
+    for few_or_many in (biases, biases[:1], [], biases + biases):
+        with pytest.raises(KernelError, match="ExpertWeights takes 4 "):
+            kernels.ExpertWeights(matrices, few_or_many)
+    with pytest.raises(KernelError, match="at least one"):
+        kernels.ExpertWeights([])

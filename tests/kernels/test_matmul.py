@@ -208,6 +208,14 @@ def test_weights_that_cannot_be_packed_are_refused(weight):
         kernels.pack_weight(weight)
 
 
+@pytest.mark.parametrize(
+    "others", [[], [torch.ones(2, 4), torch.ones(2, 8)], [torch.ones(2, 4), torch.ones(2, 4).bfloat16()]]
+)
+def test_parts_that_cannot_be_stacked_are_refused(others):
+    with pytest.raises(KernelError, match=r"StackedWeight takes parts .*at least one"):
+        kernels.StackedWeight(tuple(kernels.pack_weight(other) for other in others))
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_head_meets_its_own_matrix_in_float32(isa, dtype):

@@ -141,9 +141,36 @@ def test_rows_that_are_no_blocks_are_refused(rows, k, format, told):
         kernels.pack_blocks(rows, k, torch.float32, format)
 
 
-def placed(rows):
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n": -1},
+        {"n": 2**62},
+        {"k": -1},
+        {"k": 65537},
+        {"k": 2**62},
+        {"format": "nonsense"},
+        {"format": "u4_half"},
+        {"format": "u8_float_zeros", "scale_range": -32},
+    ],
+)
+def test_sizes_that_no_weight_has_are_refused(wrong):
+    given = {"n": 4, "k": 64, "format": "int8"} | wrong
+    with pytest.raises(KernelError, match=r"quantized_bytes takes .*format"):
+        kernels.quantized_bytes(**given)
+    given.pop("scale_range", None)
+    with pytest.raises(KernelError, match=r"mapped_weight takes .*format"):
+        kernels.mapped_weight(**given, dtype=torch.float32, data=torch.zeros(64, dtype=torch.uint8))
+
+
+def test_formats_without_blocks_are_refused():
+    with pytest.raises(KernelError, match=r"block_size takes .*q4_0.*got format: 'int8'"):
+        kernels.block_size("int8")
+
+
+def placed(rows, columns=torch.arange(64) * 4):  # noqa: B008
     """Integers of 64 columns beside each other, in 192 bytes."""
-    return [kernels.PlacedIntegers(torch.zeros(192, dtype=torch.uint8), 4, torch.tensor(rows), torch.arange(64) * 4)]
+    return [kernels.PlacedIntegers(torch.zeros(192, dtype=torch.uint8), 4, torch.as_tensor(rows), columns)]
 
 
 @pytest.mark.parametrize(
@@ -154,6 +181,14 @@ def placed(rows):
         {"parts": placed([0, 256, 513])},
         {"parts": placed([0, 256, 1288])},
         {"parts": placed([0, 256, -4])},
+        {"parts": placed([0, 2**62, 4], torch.cat([torch.arange(63) * 4, torch.tensor([2**62])]))},
+        {"parts": []},
+        {"parts": placed(torch.tensor([0, 256, 512]).int())},
+        {"parts": placed(torch.tensor(0).expand(3))},
+        {"parts": placed(torch.tensor([[0, 256, 512]]))},
+        {"parts": placed(torch.zeros(3, dtype=torch.int64, device="meta"))},
+        {"parts": placed([0, 256, 512], torch.arange(64).int() * 4)},
+        {"parts": placed([0, 256, 512], (torch.arange(128) * 2)[::2])},
         {"scales": torch.zeros(3, 3)},
         {"scales": torch.zeros(3, 2, dtype=torch.float64)},
         {"zeros": torch.zeros(3, 1, dtype=torch.uint8)},

@@ -305,6 +305,9 @@ def test_saved_bytes_are_the_weight_again_and_others_are_refused():
     assert torch.equal(kernels.matmul(torch.ones(1, 70), again), kernels.matmul(torch.ones(1, 70), packed))
     with pytest.raises(KernelError, match=r"uint8 \[3456\] for \[40, 70\]"):
         kernels.mapped_weight(40, 70, torch.float32, "int4", packed.data[:-1])
+    for dtype, data in ((torch.float16, packed.data), (torch.float32, packed.data[:1].expand(3456))):
+        with pytest.raises(KernelError, match="mapped_weight takes contiguous data uint8"):
+            kernels.mapped_weight(40, 70, dtype, "int4", data)
 
 
 def test_no_weights_and_no_inputs_give_empty_and_zero_products():

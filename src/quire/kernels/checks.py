@@ -15,6 +15,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu")
 
 POOLINGS = ("mean", "sum_by_root", "weighted_mean", "max")
 """The ways of pooling rows. A way's index here is its number in csrc/base/kernel_table.h."""
+_FLOAT32 = torch.finfo(torch.float32)
 
 
 def describe(value: object) -> str:
@@ -30,6 +31,16 @@ def refusal(kernel: str, expected: str, **given: object) -> KernelError:
     """The error to raise. It says what `kernel` takes, and what each of its arguments was."""
     got = ", ".join(f"{name}: {describe(value)}" for name, value in given.items())
     return KernelError(f"{kernel} takes {expected}; got {got}")
+
+
+def is_count(value: object, least: int) -> bool:
+    """Whether it is an integer of at least `least` that kernels can take, as an int64."""
+    return isinstance(value, int) and least <= value < 2**63
+
+
+def is_cap(value: float) -> bool:
+    """Whether float32 has all digits of a soft cap above 0, and room for its product with log2(e)."""
+    return _FLOAT32.tiny <= value <= _FLOAT32.max / 2
 
 
 def is_place(out: Tensor, num_rows: int, width: int) -> bool:

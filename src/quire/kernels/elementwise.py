@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
-from quire.kernels.checks import ACTIVATIONS, DTYPES, is_place, refusal
+from quire.kernels.checks import ACTIVATIONS, DTYPES, is_cap, is_place, refusal
 from quire.kernels.variants import XIELU, ActivationKind, ClampedSwiGLU
 
 
@@ -149,8 +149,8 @@ def clip(x: Tensor, limit: float) -> None:
 
 def softcap(x: Tensor, cap: float) -> None:
     """`x = cap * tanh(x / cap)` in place, within 1e-6 of its value; x of any shape float32, contiguous; cap above 0."""
-    if x.dtype is not torch.float32 or not x.is_contiguous() or not cap > 0:
-        raise refusal("softcap", "x float32, contiguous, and a cap above 0", x=x, cap=cap)
+    if x.dtype is not torch.float32 or not x.is_contiguous() or not is_cap(cap):
+        raise refusal("softcap", "x float32, contiguous, and a cap from 1.2e-38 to 1.7e38", x=x, cap=cap)
     backend_of(x).softcap(x, cap)
 
 

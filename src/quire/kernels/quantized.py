@@ -15,7 +15,7 @@ from quire.common.errors import KernelError
 from quire.kernels.backends import backend_for, backend_of
 from quire.kernels.backends.reference_blocks import BLOCKS
 from quire.kernels.checks import DTYPES, describe, refusal
-from quire.kernels.weights import BLOCK_FORMATS, QUANTIZED_FORMATS, PlacedIntegers, QuantizedWeight
+from quire.kernels.weights import BLOCK_FORMATS, INTEGER_FORMATS, QUANTIZED_FORMATS, PlacedIntegers, QuantizedWeight
 
 _MAX_K = 65536
 """A sum of at most this many products of bytes fits an int32."""
@@ -26,24 +26,29 @@ _SCALES = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "floa
 
 def block_size(format: str) -> tuple[int, int]:
     """The elements and the bytes of a block of one of BLOCK_FORMATS."""
-    kind = BLOCKS[format]
-    return kind.elements, kind.num_bytes
+    if format not in BLOCKS:
+        raise refusal("block_size", f"one of {', '.join(BLOCK_FORMATS)}", format=format)
+    return BLOCKS[format].elements, BLOCKS[format].num_bytes
 
 
 def quantized_bytes(n: int, k: int, format: str, scale_range: int = 0) -> int:
     """The size of a quantized weight [n, k] on the CPU."""
+    _check_size("quantized_bytes", n, k, format, scale_range)
     return backend_for("cpu").quantized_bytes(n, k, format, _within(scale_range, k))
 
 
 def mapped_weight(n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight:
-    """A QuantizedWeight around the `data` of an earlier one, which is kept, not copied.
+    """A QuantizedWeight around the `data` of an earlier one, which is kept, not copied. None of INTEGER_FORMATS.
 
     Raises KernelError on the reference backend, which keeps weights in another layout.
     """
+    _check_size("mapped_weight", n, k, format, 0)
     backend = backend_of(data)
     num_bytes = backend.quantized_bytes(n, k, format, 0)
-    if data.dtype is not torch.uint8 or data.shape != (num_bytes,):
-        raise refusal("mapped_weight", f"data uint8 [{num_bytes}] for [{n}, {k}]", data=data)
+    is_data = data.dtype is torch.uint8 and data.shape == (num_bytes,) and data.is_contiguous()
+    if not is_data or dtype not in DTYPES:
+        takes = f"contiguous data uint8 [{num_bytes}] for [{n}, {k}] and dtype float32 or bfloat16"
+        raise refusal("mapped_weight", takes, data=data, dtype=dtype)
     return backend.mapped_weight(n, k, dtype, format, data)
 
 
@@ -106,12 +111,13 @@ def pack_integers(
     is that of the rows that it will be multiplied with. Column j is multiplied with x's column `order[j]`, int32 [k],
     if that is given. Raises KernelError if a scale is not finite.
     """
-    n, k, bits = sum(len(part.rows) for part in parts), len(parts[0].columns), parts[0].bits
+    n = sum(part.rows.numel() for part in parts)
+    k, bits = (parts[0].columns.numel(), parts[0].bits) if parts else (0, 0)
     is_float4 = scales.dtype is torch.uint8 and bits == 4 and scale_range == 32 and zeros is None
     ranges = (n, -(-k // max(scale_range, 1)))
     if not (
         bits in (4, 8)
-        and all(_fits(part, bits, k) for part in parts)
+        and all(_fits(part, bits, k, scales.device) for part in parts)
         and k <= _MAX_K
         and (is_float4 or scales.dtype in _SCALES)
         and scale_range > 0
@@ -123,9 +129,9 @@ def pack_integers(
         and (order is None or _is_order(order, k))
     ):
         takes = (
-            f"contiguous integers [n, k <= {_MAX_K}] of 4 or 8 bits inside of their tensors, scales [n, ranges] "
-            "float16, bfloat16 or float32, zeros uint8 [n, ranges] or None, scale_range a multiple of 32 or at least "
-            "k, order int32 [k] with each column once, or None"
+            f"contiguous integers [n, k <= {_MAX_K}] of 4 or 8 bits inside of their tensors, at contiguous int64 rows "
+            "and columns, scales [n, ranges] float16, bfloat16 or float32, zeros uint8 [n, ranges] or None, "
+            "scale_range a multiple of 32 or at least k, order int32 [k] with each column once, or None"
         )
         raise refusal("pack_integers", takes, parts=parts, scales=scales, zeros=zeros, scale_range=scale_range)
     format = integer_format(bits, scales.dtype, has_zeros=zeros is not None)
@@ -139,8 +145,20 @@ def _within(scale_range: int, k: int) -> int:
     return -(-min(scale_range, max(k, 1)) // 32) * 32
 
 
-def _fits(part: PlacedIntegers, bits: int, k: int) -> bool:
-    return part.bits == bits and len(part.columns) == k and part.data.is_contiguous() and part.are_inside()
+def _check_size(kernel: str, n: int, k: int, format: str, scale_range: int) -> None:
+    formats = (*QUANTIZED_FORMATS, *BLOCK_FORMATS, *(INTEGER_FORMATS if scale_range > 0 else ()))
+    if not (0 <= n < 2**31 and 0 <= k <= _MAX_K and format in formats):
+        takes = f"n < 2 ** 31, k <= {_MAX_K} and, with this scale_range, a format of {', '.join(formats)}"
+        raise refusal(kernel, takes, n=n, k=k, format=format, scale_range=scale_range)
+
+
+def _fits(part: PlacedIntegers, bits: int, k: int, device: torch.device) -> bool:
+    are_places = part.data.is_meta or all(
+        places.dtype is torch.int64 and places.dim() == 1 and places.is_contiguous() and places.is_cpu
+        for places in (part.rows, part.columns)
+    )
+    is_whole = part.data.is_contiguous() and part.data.device == device
+    return part.bits == bits and part.columns.numel() == k and is_whole and are_places and part.are_inside()
 
 
 def _finite(weight: QuantizedWeight | None) -> QuantizedWeight:

@@ -1,11 +1,10 @@
 """Values that choose among the variants of a kernel."""
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from quire.kernels.checks import refusal
+from quire.kernels.checks import is_cap, is_count, refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +69,10 @@ class AttentionVariant:
 
     def __post_init__(self) -> None:
         spans = self.sliding_window, self.chunk_size
-        has_cap = self.softcap is None or 0 < self.softcap < math.inf
-        if not has_cap or any(span is not None and span < 1 for span in spans):
+        has_cap = self.softcap is None or is_cap(self.softcap)
+        if not has_cap or not all(span is None or is_count(span, 1) for span in spans):
             given = {"sliding_window": self.sliding_window, "chunk_size": self.chunk_size, "softcap": self.softcap}
-            takes = "a sliding_window and a chunk_size of at least 1 and a finite softcap above 0, or None"
+            takes = "an int64 sliding_window and chunk_size of at least 1 and a softcap from 1.2e-38 to 1.7e38, or None"
             raise refusal("AttentionVariant", takes, **given)
 
 
@@ -99,8 +98,8 @@ class EncoderVariant:
     last 15 of each head may hold anything. Sequences have at most `reach + 1` tokens."""
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 0:
-            raise refusal("EncoderVariant", "a window of at least 0, or None", window=self.window)
+        if self.window is not None and not is_count(self.window, 0):
+            raise refusal("EncoderVariant", "an int64 window of at least 0, or None", window=self.window)
 
 
 UNMASKED = EncoderVariant()

@@ -104,9 +104,9 @@ class PlacedIntegers:
     """Contiguous, of any dtype."""
     bits: int
     rows: Tensor
-    """int64 [n]"""
+    """int64 [n], contiguous"""
     columns: Tensor
-    """int64 [k]"""
+    """int64 [k], contiguous"""
 
     @classmethod
     def in_bytes(cls, integers: Tensor, bits: int) -> "PlacedIntegers":
@@ -130,7 +130,7 @@ class PlacedIntegers:
             return True
         (first, last), (left, right) = self.rows.aminmax(), self.columns.aminmax()
         is_whole = not any(bool((places % self.bits).any()) for places in (self.rows, self.columns))
-        return is_whole and int(first + left) >= 0 and int(last + right) + self.bits <= 8 * self.data.nbytes
+        return is_whole and int(first) + int(left) >= 0 and int(last) + int(right) + self.bits <= 8 * self.data.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,6 +138,11 @@ class StackedWeight:
     """Weights [n_i, k] of different formats, one below the other: a weight [sum of n_i, k]."""
 
     parts: tuple[PackedWeight | QuantizedWeight, ...]
+
+    def __post_init__(self) -> None:
+        if len({(part.k, part.dtype, part.data.device) for part in self.parts}) != 1:
+            given = [(part.n, part.k, part.dtype, part.data.device) for part in self.parts]
+            raise refusal("StackedWeight", "parts [n, k], at least one, of one k, dtype and device", parts=given)
 
     @property
     def n(self) -> int:

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from quire.common.errors import KernelError
-from quire.kernels.checks import refusal
+from quire.kernels.checks import describe, refusal
 from quire.kernels.weights import FORMATS, Matrix, PackedWeight, QuantizedWeight, StackedWeight
 
 SCORINGS = ("softmax", "sigmoid", "sparsemixer")
@@ -100,20 +101,21 @@ class ExpertWeights:
         self.experts = [each.parts if isinstance(each, StackedWeight) else (each,) for each in matrices]
         """The parts of each."""
         self.biases = biases
-        first = matrices[0]
-        self.n, self.k, self.dtype = first.n, first.k, first.dtype
-        self.sizes = tuple(part.n for part in self.experts[0])
+        forms = [(tuple(part.n for part in parts), parts[0].k, parts[0].dtype) for parts in self.experts]
+        devices = {part.data.device for parts in self.experts for part in parts}
+        if len(set(forms)) != 1 or len(devices) != 1:
+            takes = "matrices, at least one, in parts of equal rows, k and dtype, on one device"
+            raise refusal("ExpertWeights", takes, matrices=forms, devices=devices)
+        self.sizes, self.k, self.dtype = forms[0]
         """The rows of each part."""
-        if any(
-            (tuple(part.n for part in parts), each.k, each.dtype) != (self.sizes, self.k, self.dtype)
-            for parts, each in zip(self.experts, matrices, strict=True)
-        ) or (biases is not None and any(bias.shape != (self.n,) or not bias.is_contiguous() for bias in biases)):
-            raise refusal(
-                "ExpertWeights",
-                f"matrices in parts of {self.sizes} rows of {self.k}, {self.dtype}, and contiguous biases [{self.n}]",
-                matrices=[(each.n, each.k, each.dtype) for each in matrices],
-                biases=None if biases is None else [tuple(bias.shape) for bias in biases],
-            )
+        self.n = sum(self.sizes)
+        if biases is not None and (
+            len(biases) != len(matrices)
+            or any(bias.dtype is not torch.float32 or bias.shape != (self.n,) for bias in biases)
+            or not all(bias.is_contiguous() and bias.device in devices for bias in biases)
+        ):
+            takes = f"{len(matrices)} contiguous float32 biases [{self.n}] where the matrices are, or None"
+            raise refusal("ExpertWeights", takes, biases=[describe(bias) for bias in biases])
         self.entries = np.array([self._entry(e, part) for part in range(len(self.sizes)) for e in range(len(matrices))])
         """[parts * num_experts, 5] int64: ExpertEntry of csrc/base/kernel_table.h. No tensor: it may be made while
         kernels are recorded."""
