@@ -226,7 +226,7 @@ def test_a_template_joins_pairs_as_query_and_document(encoder: LLM, monkeypatch:
         encoder.score("one", "two", chat_template=TEMPLATE)
 
 
-@pytest.mark.parametrize("types", [[0], [0, 1, 0, 0], [0, -1], [0, 2**15], "ab", [0, True]])
+@pytest.mark.parametrize("types", [[0], [0, 1, 0, 0], [0, -1], [0, 2], [0, 2**15], "ab", [0, True]])
 def test_token_types_must_fit_the_tokens(encoder: LLM, types: object) -> None:
     with pytest.raises(InvalidPromptError, match="token_type_ids"):
         encoder.embed({"prompt_token_ids": [1, 2], "token_type_ids": types})

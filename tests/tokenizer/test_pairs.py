@@ -55,6 +55,23 @@ def test_the_longer_text_of_a_pair_is_cut_first(
     assert (ids, types) == (expected.ids, expected.type_ids)
 
 
+@pytest.mark.parametrize("max_tokens", [5, 40])
+def test_long_pairs_are_cut_in_a_time_that_grows_as_they_do(tokenizer: Tokenizer, max_tokens: int) -> None:
+    """The library joins each piece of a text with each of the other: 40,000 by 40,000 here."""
+    first, second = "w1 " * 200_000, "w2 " * 200_000
+    ids, types = tokenizer.encode_pair(first, second, max_tokens)
+    num = (max_tokens - 3) // 2
+    assert ids == [0, *[4] * num, 1, *[5] * (max_tokens - 3 - num), 1]
+    assert sum(types) == max_tokens - 3 - num + 1
+
+
+def test_pairs_without_a_template_follow_each_other() -> None:
+    made = backend()
+    made.post_processor = None
+    tokenizer = Tokenizer(TokenizerFiles(made, {}, {}), "made")
+    assert tokenizer.encode_pair("w0 w1 w2", "w3 w4", 4) == tokenizer.encode_pair("w0 w1", "w3 w4", None)
+
+
 def test_invalid_unicode_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidPromptError, match="not valid Unicode"):
         tokenizer.encode_cut("a\ud800", None)

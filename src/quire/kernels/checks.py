@@ -39,8 +39,8 @@ def is_count(value: object, least: int) -> bool:
 
 
 def is_cap(value: float) -> bool:
-    """Whether it is above 0 and, as a float32, neither infinite nor too small to have all its digits."""
-    return _FLOAT32.tiny <= value <= _FLOAT32.max
+    """Whether float32 has all digits of a soft cap above 0, and room for its product with log2(e)."""
+    return _FLOAT32.tiny <= value <= _FLOAT32.max / 2
 
 
 def is_place(out: Tensor, num_rows: int, width: int) -> bool:

@@ -150,7 +150,7 @@ def clip(x: Tensor, limit: float) -> None:
 def softcap(x: Tensor, cap: float) -> None:
     """`x = cap * tanh(x / cap)` in place, within 1e-6 of its value; x of any shape float32, contiguous; cap above 0."""
     if x.dtype is not torch.float32 or not x.is_contiguous() or not is_cap(cap):
-        raise refusal("softcap", "x float32, contiguous, and a cap from 1.2e-38 to 3.4e38", x=x, cap=cap)
+        raise refusal("softcap", "x float32, contiguous, and a cap from 1.2e-38 to 1.7e38", x=x, cap=cap)
     backend_of(x).softcap(x, cap)
 
 

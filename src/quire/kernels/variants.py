@@ -72,7 +72,7 @@ class AttentionVariant:
         has_cap = self.softcap is None or is_cap(self.softcap)
         if not has_cap or not all(span is None or is_count(span, 1) for span in spans):
             given = {"sliding_window": self.sliding_window, "chunk_size": self.chunk_size, "softcap": self.softcap}
-            takes = "an int64 sliding_window and chunk_size of at least 1 and a softcap from 1.2e-38 to 3.4e38, or None"
+            takes = "an int64 sliding_window and chunk_size of at least 1 and a softcap from 1.2e-38 to 1.7e38, or None"
             raise refusal("AttentionVariant", takes, **given)
 
 

@@ -148,10 +148,11 @@ class Tokenizer:
     def _pair_template(self) -> list[tuple[int | None, int, int]]:
         """The places of both texts, and the special tokens around them with their ids; of each its token type. The
         library itself would join all pieces of a text that it cuts with all pieces of the other."""
-        token = self._encoded("a", False)
-        token.truncate(1)
-        found = self._backend.post_process(token, token)
-        return list(zip(found.sequence_ids, found.ids, found.type_ids, strict=True))
+        found, template = self._encoded(("a 1 .", "a 1 ."), True), list[tuple[int | None, int, int]]()
+        for place, token_id, kind in zip(found.sequence_ids, found.ids, found.type_ids, strict=True):
+            if place is None or not template or template[-1][0] != place:
+                template.append((place, token_id, kind))
+        return template
 
     def _encoded(self, text: str | tuple[str, str], add_special_tokens: bool) -> tokenizers.Encoding:
         """A batch of one: that lets other threads run, and unlike a longer one takes a single core."""
