@@ -67,8 +67,8 @@ class NativeBackend:
     def threads(self, count: int | None, cpus: Sequence[int] = ()) -> AbstractContextManager[object]:
         if not count and not cpus:
             return nullcontext()
-        check_threads(count or len(cpus), cpus)
-        pool: AbstractContextManager[object] = self.native.ThreadPool(count or len(cpus), cpus)
+        check_threads(num_threads := len(cpus) or count or 0)
+        pool: AbstractContextManager[object] = self.native.ThreadPool(num_threads, cpus)
         return pool
 
     def reading_rate(self, weights: Sequence[Tensor]) -> float | None:
