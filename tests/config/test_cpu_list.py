@@ -6,7 +6,7 @@ import pytest
 
 from quire.common.errors import ConfigError
 from quire.config.args import EngineArgs
-from quire.config.parallel import ParallelConfig, parse_cpu_list
+from quire.config.parallel import ParallelConfig, check_threads, parse_cpu_list
 
 
 @pytest.fixture(autouse=True)
@@ -52,3 +52,9 @@ def test_where_threads_cannot_be_pinned_no_cpu_is_allowed(monkeypatch: pytest.Mo
 def test_the_number_of_threads_is_said_once() -> None:
     with pytest.raises(ConfigError, match="num_threads and cpu_list both"):
         EngineArgs(cpu_list="0", num_threads=1).resolve()
+
+
+@pytest.mark.parametrize(("count", "cpus"), [(2, [0]), (1, [-1]), (2, [0, 10**9])])
+def test_threads_are_pinned_to_cpus_that_there_are(count: int, cpus: list[int]) -> None:
+    with pytest.raises(ConfigError, match=rf"must be {count} of the CPUs that this process may use, \["):
+        check_threads(count, cpus)
