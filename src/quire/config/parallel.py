@@ -244,8 +244,8 @@ class ParallelConfig:
 
 
 def check_threads(count: int, cpus: Sequence[int] = ()) -> None:
-    """Raise ConfigError unless there may be so many threads of kernels, each pinned to one of `cpus` if there are any,
-    and this process may use these."""
+    """Raise ConfigError unless `count` is within the limits and `cpus` is empty or names as many CPUs, all of which
+    this process may use."""
     if not 1 <= count <= MAX_THREADS:
         raise ConfigError(f"num_threads={count}: must be 1 to {MAX_THREADS}")
     if cpus and (len(cpus) != count or not set(cpus) <= _usable_cpus()):
