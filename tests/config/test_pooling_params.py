@@ -39,8 +39,8 @@ def test_the_ends_of_a_range_are_in_it(name: str, values: tuple[Any, ...]) -> No
             "embedding",
             "task='embedding': must be one of embed, token_embed, classify, token_classify, score, or None",
         ),
-        ("dimensions", 0, "dimensions=0: must be at least 1, or None for all"),
-        ("dimensions", 2**20 + 1, "dimensions=1048577: must be at least 1, or None for all"),
+        ("dimensions", 0, "dimensions=0: must be 1 to 1048576, or None for all"),
+        ("dimensions", 2**20 + 1, "dimensions=1048577: must be 1 to 1048576, or None for all"),
         ("normalize", 1, "normalize=1: must be True or False"),
         ("use_activation", "yes", "use_activation='yes': must be True or False"),
         (

@@ -185,6 +185,27 @@ def test_a_model_is_named_once():
         serve_command.run(options)
 
 
+@pytest.mark.parametrize(
+    ("given", "models"),
+    [
+        ("", []),
+        ("a", ["a"]),
+        ("a --also b", ["a", "b"]),
+        ("--also x=b a --also c", ["a", "x=b", "c"]),
+        ("--also b", ["quire-tiny", "b"]),
+        ("--model a --also b", ["a", "b"]),
+        ("a --also b --config f", ["a", "b"]),
+    ],
+)
+def test_further_models_may_be_named_by_also(given, models):
+    assert serve_command.models_of(parse(*given.split())) == models
+
+
+def test_also_does_not_guess_beside_a_file():
+    with pytest.raises(ConfigError, match="name the first model before it"):
+        serve_command.models_of(parse("--also", "b", "--config", "f"))
+
+
 MODELS = "models:\n  small: quire-tiny\n  large: {model: quire-draft, max-model-len: 64}\nmax_num_seqs: 4\n"
 
 

@@ -243,7 +243,8 @@ def test_classes_have_their_names():
         (PATH, {}, "input"),
         (PATH, {"input": "a", "messages": []}, "input"),
         (PATH, {"input": ["a"] * (MAX_TEXTS + 1)}, "input"),
-        (PATH, {"input": ["a", "b " * 500]}, "input"),
+        (PATH, {"input": ["a", "b " * 500]}, "input[1]"),
+        (PATH, {"input": "a", "user": "u" * 300}, "user"),
         (PATH, {"input": "b " * 500}, "input"),
         (PATH, {"input": [10**9]}, "input"),
         (PATH, {"input": "a", "dimensions": 0}, "dimensions"),
@@ -261,6 +262,14 @@ def test_classes_have_their_names():
         (PATH, {"input": "a", "endianness": "middle"}, "endianness"),
         ("/rerank", {"query": "a", "documents": []}, "documents"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+        ("/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 0}, "max_tokens_per_doc"),
+        ("/rerank", {"query": "a", "documents": ["b", "b " * 500]}, "documents[1]"),
+        ("/rerank", {"query": "b " * 500, "documents": ["a", "b"]}, "query"),
+        ("/score", {"text_1": ["a", "b " * 500], "text_2": ["a", "b"]}, "text_1[1]"),
+        ("/score", {"text_1": "a", "items": ["b", "b " * 500]}, "items[1]"),
+        ("/v2/embed", {"texts": ["a", "b " * 500], "truncate": "NONE"}, "texts[1]"),
+        ("/v2/embed", {"texts": ["a", "b c d e"], "truncate": "NONE", "max_tokens": 3}, "texts[1]"),
+        ("/v2/embed", {"texts": ["a"], "max_tokens": 0}, "max_tokens"),
         ("/v1/completions", {"prompt": "a"}, None),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, None),
     ],
@@ -276,6 +285,43 @@ def test_one_wrong_text_is_named(embedder):
     answer = embedder.post(PATH, {"input": ["a", "b " * 500]})
     assert "input[1]" in answer.error["message"]
     assert embedder.post(PATH, {"input": ["a", "b " * 500], "truncate_prompt_tokens": -1}).status == 200
+
+
+def test_a_tenant_is_called_user_in_messages(embedder):
+    assert embedder.post(PATH, {"input": "a", "user": "u" * 300}).error["message"].startswith("user=")
+
+
+def test_the_second_text_of_a_wrong_pair_is_named():
+    answer = counting(CountingExecutor("score")).post("/rerank", {"query": "a", "documents": ["b", "b " * 99]})
+    assert answer.error["param"] == "documents[1]"
+    assert "tokens" in answer.error["message"]
+
+
+@pytest.mark.parametrize("task", ["score", "embed"])
+def test_documents_are_cut_as_cohere_s_clients_ask_and_the_query_is_not(task):
+    server = counting(CountingExecutor(task))
+    encode = tokenizer_of(server).encode
+    query, document = "one two three four", "five six seven eight"
+    body = {"query": query, "documents": [document]}
+    num_whole = server.post("/rerank", body).json["usage"]["prompt_tokens"]
+    for limit in (2, 3, len(encode(document)), 10**6):
+        num_cut = max(0, len(encode(document)) - limit)
+        told = server.post("/rerank", body | {"max_tokens_per_doc": limit}).json
+        assert told["usage"]["prompt_tokens"] == num_whole - num_cut, limit
+        assert told["results"][0]["document"] == {"text": document}
+    long = {"query": "a", "documents": ["b " * 99]}
+    assert server.post("/v2/rerank", long | {"max_tokens_per_doc": 10**6}).status == 200
+
+
+def test_texts_are_cut_as_cohere_s_clients_ask(embedder):
+    def of(text, **fields):
+        return embedder.post("/v2/embed", {"texts": [text], **fields}).json["embeddings"]["float"][0]
+
+    encode = tokenizer_of(embedder).encode
+    assert len(encode("one two three")) > 2
+    assert of("b " * 500) == of("b " * 500, max_tokens=10**6) == of("b " * 500, max_tokens=128)
+    assert of("one", max_tokens=len(encode("one")), truncate="NONE") == of("one")
+    assert of("one two three", max_tokens=len(encode("one"))) == of("one")
 
 
 def test_a_model_that_generates_has_no_embeddings(reciting):

@@ -7,6 +7,7 @@ from tokenizers import models, pre_tokenizers, processors
 from quire import InvalidPromptError
 from quire.text.tokenizer.files import TokenizerFiles
 from quire.text.tokenizer.tokenizer import Tokenizer
+from tests.tokenizer.made import EMBEDDED
 
 WORDS = {"[CLS]": 0, "[SEP]": 1, "[UNK]": 2} | {f"w{i}": 3 + i for i in range(40)}
 
@@ -23,6 +24,20 @@ def backend() -> tokenizers.Tokenizer:
 @pytest.fixture
 def tokenizer() -> Tokenizer:
     return Tokenizer(TokenizerFiles(backend(), {}, {}), "made")
+
+
+@pytest.mark.parametrize("text", ["json.dumps writes it", "äöü äöü €uro \U0001f600\U0001f600 x", "  a   b  "])
+def test_a_text_is_cut_between_characters(text: str) -> None:
+    tokenizer = Tokenizer.from_path(EMBEDDED)
+    token_ids = tokenizer.encode(text)
+    for limit in range(1, len(token_ids) + 1):
+        cut = tokenizer.cut(text, limit)
+        assert text.startswith(cut)
+        found = tokenizer.encode(cut)
+        assert len(found) <= limit
+        assert limit < len(token_ids) or cut == text
+        assert token_ids[: len(found)] == found
+    assert tokenizer.cut(text, 10**6) == text
 
 
 def words(first: int, count: int) -> str:

@@ -47,7 +47,7 @@ class PoolingParams(Params, kw_only=True, omit_defaults=True):
         if self.task is not None and self.task not in POOLING_TASKS:
             raise refuse("task", self.task, f"one of {', '.join(POOLING_TASKS)}, or None")
         if self.dimensions is not None:
-            check_int("dimensions", self.dimensions, 1, MAX_DIMENSIONS, "at least 1, or None for all")
+            check_int("dimensions", self.dimensions, 1, MAX_DIMENSIONS, f"1 to {MAX_DIMENSIONS}, or None for all")
         for name in ("normalize", "use_activation"):
             if getattr(self, name) is not None:
                 check_flag(name, getattr(self, name))

@@ -32,13 +32,15 @@ _OPENAI_TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+TEXT_FIELDS = ("input", "texts", "query", "queries", "documents", "items", "text_1", "text_2", "data_1", "data_2")
+"""Fields with texts that are pooled."""
 _ANTHROPIC_TYPES = _OPENAI_TYPES | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 _PARAM_NAMES = {
     name: name for kind in (SamplingParams, BeamSearchParams, PoolingParams) for name in kind.__struct_fields__
 } | dict.fromkeys(StructuredOutputsParams.__struct_fields__, "structured_outputs")
-_PARAM_NAMES |= {"tenant": "user", "beam_width": "n", "structured_outputs": "structured_outputs"}
-_PARAM_NAMES |= {name: name for name in ("tools", "tool_choice")}
-_LEADING_NAME = re.compile(r"(?:messages|tools|input)\[\d+\]|\w+")
+_PARAM_NAMES |= {name: name for name in ("structured_outputs", "tools", "tool_choice", *TEXT_FIELDS)}
+_USUAL_NAMES = {"tenant": "user", "beam_width": "n"}
+_LEADING_NAME = re.compile(rf"(?:messages|tools|{'|'.join(TEXT_FIELDS)})\[\d+\]|\w+")
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):
@@ -119,8 +121,8 @@ def api_error(error: BaseException, request_id: str, field_names: Mapping[str, s
     found = _api_error(error, request_id)
     found.request_id = request_id
     name = (found.param or "").partition("[")[0]
-    if name in field_names:
-        found.param = field_names[name]
+    if name in (named := _USUAL_NAMES | dict(field_names)):
+        found.param = named[name]
         found.message = re.sub(rf"^{name}(?=[=: ])", found.param, found.message)
     return found
 
@@ -130,7 +132,7 @@ def _api_error(error: BaseException, request_id: str) -> ApiError:
         case ApiError():
             return error
         case PromptTooLongError():
-            return invalid(str(error), "prompt", "context_length_exceeded")
+            return invalid(str(error), _param(error), "context_length_exceeded")
         case RequestError():
             return invalid(str(error), _param(error))
         case TokenizerError():  # no chat template, or a broken one
@@ -154,7 +156,8 @@ def _param(error: RequestError) -> str | None:
     name = found.group() if found else ""
     if "[" in name:
         return name
-    return _PARAM_NAMES.get(name, "prompt" if isinstance(error, InvalidPromptError) else None)
+    is_of_prompt = isinstance(error, InvalidPromptError | PromptTooLongError)
+    return _PARAM_NAMES.get(name, "prompt" if is_of_prompt else None)
 
 
 def status_error(status: int, method: str, path: str, headers: Mapping[str, str] | None = None) -> ApiError:

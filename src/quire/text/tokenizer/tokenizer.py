@@ -127,6 +127,12 @@ class Tokenizer:
         found.truncate(max(0, max_tokens - self._backend.num_special_tokens_to_add(False)))
         return list(self._backend.post_process(found).ids)[:max_tokens]
 
+    def cut(self, text: str, max_tokens: int) -> str:
+        """Return the beginning of a text that has its first `max_tokens` tokens, and no part of a character. Other
+        threads run meanwhile."""
+        found = self._encoded(text, False, with_offsets=True).offsets
+        return text if len(found) <= max_tokens else text[: min(found[max_tokens - 1][1], found[max_tokens][0])]
+
     def encode_pair(self, first: str, second: str, max_tokens: int | None) -> tuple[list[int], list[int]]:
         """Return token ids and token type ids of two texts, joined by the checkpoint's template of pairs, such as
         `[CLS] a [SEP] b [SEP]`. If they have more than `max_tokens`, tokens are removed from the end of the longer
@@ -154,11 +160,14 @@ class Tokenizer:
                 template.append((place, token_id, kind))
         return template
 
-    def _encoded(self, text: str | tuple[str, str], add_special_tokens: bool) -> tokenizers.Encoding:
+    def _encoded(
+        self, text: str | tuple[str, str], add_special_tokens: bool, *, with_offsets: bool = False
+    ) -> tokenizers.Encoding:
         """A batch of one: that lets other threads run, and unlike a longer one takes a single core."""
         fault_point("tokenizer.encode")
         try:
-            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            encode = self._backend.encode_batch if with_offsets else self._backend.encode_batch_fast
+            return encode([text], add_special_tokens=add_special_tokens)[0]
         except TypeError as error:
             raise InvalidPromptError(f"the text is not valid Unicode: {str(text)[:40]!r}") from error
         except BaseException:
@@ -234,7 +243,7 @@ class Tokenizer:
             return compile_chat_template(chosen)
         names = f"has only these chat templates: {', '.join(sorted(known))}" if known else "has no chat template"
         raise TokenizerError(
-            f"{self.source} {names}; give a template with the argument `chat_template`, or send plain text instead"
+            f"this tokenizer {names}: give a template with the argument `chat_template`, or send plain text instead"
         )
 
     def _special_id(self, role: str) -> int | None:

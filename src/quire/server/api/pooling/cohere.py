@@ -19,6 +19,7 @@ from quire.server.api.pooling.run import begin, check_count, check_task, params_
 from quire.server.http import sse
 from quire.server.http.bodies import read_struct
 from quire.server.http.endpoint import Endpoint, json_response
+from quire.server.http.errors import invalid
 from quire.server.http.state import context_of
 
 
@@ -26,15 +27,21 @@ async def create_cohere_embeddings(request: Request) -> ASGIApp:
     """POST /v2/embed"""
     context, body = context_of(request), await read_struct(request, api.CohereEmbedRequest)
     check_count(len(body.texts), "texts")
-    model = await begin(request, body)
-    if body.truncate_prompt_tokens is None:
-        cut = -1 if body.truncate == "END" else None
-        body.truncate_prompt_tokens = cut if body.max_tokens is None else body.max_tokens
+    model = await begin(request, body, "texts")
+    limit = model.llm.model_config.max_model_len if body.max_tokens is None else body.max_tokens
+    if limit < 1:
+        raise invalid(f"max_tokens={limit}: must be 1 or more", "max_tokens")
+    if body.truncate_prompt_tokens is None and body.truncate == "END":
+        body.truncate_prompt_tokens = min(limit, model.llm.model_config.max_model_len)
     params = params_of(context, body, check_task(model, context, "embed"), dimensions=body.output_dimension)
     prompt = _prompt(model.llm.model_config.path, body.input_type)
 
     async def embed() -> list[Output]:
-        prompts = await tokenized(model, [prompt + text for text in body.texts], params)
+        prompts = await tokenized(model, [prompt + text for text in body.texts], params, name="texts[{}]".format)
+        for place, made in enumerate(prompts):
+            if len(made.token_ids) > limit:
+                message = f"texts[{place}] has {len(made.token_ids)} tokens, and max_tokens is {limit}: shorten it, or "
+                raise invalid(f"{message}let it be cut with truncate=END", f"texts[{place}]")
         return await pool(model, prompts, params, context.request_id)
 
     outputs = await sse.unless_disconnected(request, embed())

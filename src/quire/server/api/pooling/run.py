@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -10,6 +10,7 @@ from starlette.requests import Request
 from quire.common.errors import RequestError, RequestFailedError
 from quire.common.params import PoolingParams, PoolingTask
 from quire.engine.requests.input_processor import Prompt
+from quire.engine.requests.pooling import CheckedPrompt
 from quire.interfaces.pooling import Pair
 from quire.server.api.chat.prompt import chat_text
 from quire.server.api.pooling.answers import Output
@@ -24,11 +25,11 @@ MAX_TEXTS = 2048
 """Texts in a request, as in OpenAI's API."""
 
 
-async def begin(request: Request, body: PoolingFields) -> ServedModel:
-    """The model of a request that was read. Raises ApiError: 400 if it generates text."""
+async def begin(request: Request, body: PoolingFields, field: str = "input") -> ServedModel:
+    """The model of a request that was read, whose texts are in `field`. Raises ApiError: 400 if it generates text."""
     context = context_of(request)
     context.adopt_id(body.request_id)
-    context.field_names["prompt"] = "input"
+    context.field_names["prompt"] = field
     model = await use_model(request, body.model)
     if model.llm.pooler is None:
         raise invalid(
@@ -67,7 +68,7 @@ def params_of(context: RequestContext, body: PoolingFields, task: PoolingTask, *
     return params
 
 
-async def prompts_of(model: ServedModel, body: InputFields, params: PoolingParams) -> list[Prompt]:
+async def prompts_of(model: ServedModel, body: InputFields, params: PoolingParams) -> list[CheckedPrompt]:
     """The texts of a request, tokenized, or its conversation. Raises ApiError or RequestError."""
     if (body.input is None) == (body.messages is None):
         raise invalid("exactly one of input and messages is required", "input")
@@ -82,25 +83,25 @@ async def prompts_of(model: ServedModel, body: InputFields, params: PoolingParam
 
 
 async def tokenized(
-    model: ServedModel, given: Sequence[Prompt | Pair], params: PoolingParams, add_special_tokens: bool = True
-) -> list[Prompt]:
-    """Prompts of texts, and of pairs of texts. Raises RequestError if one of them is wrong, naming its index."""
-    prompts = list[Prompt]()
+    model: ServedModel,
+    given: Sequence[Prompt | Pair],
+    params: PoolingParams,
+    add_special_tokens: bool = True,
+    name: Callable[[int], str] = "input[{}]".format,
+) -> list[CheckedPrompt]:
+    """Prompts of texts, and of pairs of texts. Raises RequestError if one of them is wrong. If there are several, it
+    has what `name` makes of the index."""
+    prompts = list[CheckedPrompt]()
     found = await model.llm.pooling_prompts(given, params, add_special_tokens=add_special_tokens)
     for place, made in enumerate(found):
         if isinstance(made, RequestFailedError):
             raise made
         if isinstance(made, RequestError):
-            raise _placed(made, place, len(given))
+            if len(given) > 1:
+                made.args = (f"{name(place)}: {made}",)
+            raise made
         prompts.append(made)
     return prompts
-
-
-def _placed(error: RequestError, place: int, count: int) -> RequestError:
-    """The error, which names the text that it is about if there are several."""
-    if count > 1:
-        error.args = (f"input[{place}]: {error}",)
-    return error
 
 
 def check_count(count: int, field: str) -> None:

@@ -36,8 +36,9 @@ async def create_scores(request: Request) -> ASGIApp:
     if len(first) not in (1, len(second)):
         message = f"{name} has {len(first)} texts and {other} {len(second)}: give one for all, or one for each"
         raise invalid(message, name)
-    model = await begin(request, body)
-    scores, outputs = await sse.unless_disconnected(request, _score(model, context, body, ScoredPairs(first, second)))
+    model = await begin(request, body, other)
+    pairs = ScoredPairs(first, second)
+    scores, outputs = await sse.unless_disconnected(request, _score(model, context, body, pairs, (name, other)))
     rows = [partial(api.ScoreData, index=i, score=score) for i, score in enumerate(scores)]
     return await rows_response(context, (api.ScoreResponse, "score"), outputs, rows, len(scores))
 
@@ -49,12 +50,14 @@ def _rerank(*, is_cohere_v2: bool) -> Callable[[Request], Coroutine[Any, Any, AS
         check_count(len(body.documents), "documents")
         if body.top_n is not None and body.top_n < 0:
             raise invalid(f"top_n={body.top_n}: must be 1 or more, or 0 for all documents", "top_n")
-        if body.truncate_prompt_tokens is None:
-            body.truncate_prompt_tokens = body.max_tokens_per_doc
-        model = await begin(request, body)
+        model = await begin(request, body, "documents")
         texts = [one if isinstance(one, str) else one.text for one in body.documents]
-        pairs = ScoredPairs([body.query], texts)
-        scores, outputs = await sse.unless_disconnected(request, _score(model, context, body, pairs))
+
+        async def score() -> tuple[list[float], list[Output]]:
+            pairs = ScoredPairs([body.query], await _cut(model, body, texts))
+            return await _score(model, context, body, pairs, ("query", "documents"))
+
+        scores, outputs = await sse.unless_disconnected(request, score())
         order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n or None]
         shows = not is_cohere_v2 if body.return_documents is None else body.return_documents
         units = api.CohereMeta(api_version=api.ApiVersion(), billed_units=api.BilledUnits(search_units=1))
@@ -77,24 +80,45 @@ def _rerank(*, is_cohere_v2: bool) -> Callable[[Request], Coroutine[Any, Any, AS
     return create_reranking
 
 
+async def _cut(model: ServedModel, body: api.RerankRequest, texts: list[str]) -> list[str]:
+    """The documents, each cut to `max_tokens_per_doc`; what is still too long with the query is cut then, too."""
+    limit = body.max_tokens_per_doc
+    if limit is None:
+        return texts
+    if limit < 1:
+        raise invalid(f"max_tokens_per_doc={limit}: must be 1 or more", "max_tokens_per_doc")
+    if body.truncate_prompt_tokens is None:
+        body.truncate_prompt_tokens = -1
+    tokenizer = model.llm.tokenizer
+    return await asyncio.to_thread(lambda: [tokenizer.cut(text, limit) for text in texts])
+
+
 async def _score(
-    model: ServedModel, context: RequestContext, body: api.PairFields, pairs: ScoredPairs
+    model: ServedModel, context: RequestContext, body: api.PairFields, pairs: ScoredPairs, names: tuple[str, str]
 ) -> tuple[list[float], list[Output]]:
-    """The score of each pair: that of a model for pairs, or the cosine of two embeddings."""
+    """The score of each pair: that of a model for pairs, or the cosine of two embeddings. `names` are the fields of the
+    first and the second texts."""
     task = check_task(model, context, "score", "embed")
     params = params_of(context, body, task)
+    count = len(pairs.firsts)
+
+    def name(place: int) -> str:
+        """The field of a text that is embedded, or of a pair's second one."""
+        if task == "embed" and place < count:
+            return f"{names[0]}[{place}]" if count > 1 else names[0]
+        return f"{names[1]}[{place - count if task == 'embed' else place}]"
+
     if task == "score":
         joined = await _joined(model, body, pairs)
-        outputs = await pool(model, await tokenized(model, joined, params), params, context.request_id)
+        outputs = await pool(model, await tokenized(model, joined, params, name=name), params, context.request_id)
         return [float(output.outputs.data[0]) for output in outputs], outputs
     if body.chat_template is not None:
         message = "chat_template is for models that read both texts of a pair, and this one embeds: leave it out"
         raise invalid(message, "chat_template")
-    prompts = await tokenized(model, [*pairs.firsts, *pairs.seconds], params)
+    prompts = await tokenized(model, [*pairs.firsts, *pairs.seconds], params, name=name)
     outputs = await pool(model, prompts, params, context.request_id)
     vectors = np.stack([output.outputs.data for output in outputs])
     vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-    count = len(pairs.firsts)
     return (vectors[:count] * vectors[count:]).sum(axis=1).tolist(), outputs
 
 
