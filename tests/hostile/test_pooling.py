@@ -73,7 +73,7 @@ ASKED: dict[str, tuple[str, Any, str]] = {
         "template",
     ),
     "a longer salt than allowed": (EMBED, GOOD | {"cache_salt": "x" * 10**5}, "cache_salt"),
-    "text of an embedder": ("/v1/completions", {"prompt": "a"}, "cannot generate"),
+    "text of an embedder": ("/v1/completions", {"prompt": "a"}, "cannot generate: send the text to /v1/embeddings or"),
     "a chat with an embedder": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "cannot gen"),
 }
 
