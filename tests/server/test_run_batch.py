@@ -246,4 +246,5 @@ def test_the_command_answers_with_the_model(batch, capsys):
     assert refused["status_code"] == 400
     assert refused["body"]["error"]["param"] == "max_tokens"
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith(f"quire: 3 lines are done, 1 of them failed: their lines in {batch.output} have an 'error'")
+    assert said.startswith("quire: 3 lines are done, of which 1 failed: see 'error', or 'response' with")
+    assert said.endswith(f" in {batch.output}")

@@ -84,8 +84,8 @@ async def _run(options: argparse.Namespace) -> int:
         partial.close()
     if num_failed:
         print(
-            f"quire: {num_lines - num_before} lines are done, {num_failed} of them failed: their lines in "
-            f"{options.output_file} have an 'error', or a 'response' with a status_code of 400 or more",
+            f"quire: {num_lines - num_before} lines are done, of which {num_failed} failed: see 'error', or 'response' "
+            f"with a status_code of 400 or more, in {options.output_file}",
             file=sys.stderr,
         )
     return _EXIT_SOME_FAILED if num_failed else 0
