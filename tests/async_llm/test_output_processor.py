@@ -45,6 +45,15 @@ def last_output(request: RequestState, *deltas: RequestDelta) -> RequestOutput:
     return asyncio.run(request.next_output())
 
 
+def test_drafts_behind_the_end_of_a_sample_are_not_in_the_output() -> None:
+    request = request_state(SamplingParams(max_tokens=9, detokenize=False), frozenset({9}))
+    first = SequenceDelta(0, [5, 6], accepted_drafts=[0, 1], predicted_drafts=[1])
+    last = SequenceDelta(0, [7, 9, 8], accepted_drafts=[0, 1, 2], predicted_drafts=[1, 2])
+    output = last_output(request, RequestDelta(1, [first], False), RequestDelta(1, [last], False))
+    (choice,) = output.outputs
+    assert (choice.token_ids, choice.accepted_drafts, choice.predicted_drafts) == ([5, 6, 7, 9], [0, 1, 2, 3], [1, 3])
+
+
 def test_samples_begin_with_the_first_delta_that_has_them() -> None:
     request = request_state(SamplingParams(n=2, max_tokens=4, detokenize=False), frozenset({9}))
     output = last_output(

@@ -53,7 +53,12 @@ def test_without_a_command_the_commands_are_asked_for(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["generat"], "quire: unknown command 'generat', did you mean 'generate'?"),
+        (["generat"], "quire: unknown command 'generat', did you mean 'generate'? (allowed: generate, chat, embed, "),
+        (["xyz"], "quire: unknown command 'xyz' (allowed: generate, chat, embed, serve, "),
+        (["--versoin"], "quire: unknown option '--versoin', did you mean '--version'?"),
+        (["--debug", "--versoin"], "quire: unknown option '--versoin', did you mean '--version'?"),
+        (["--modle=x", "srve"], "quire: unknown option '--modle'"),
+        (["--debug"], "quire: the following arguments are required: COMMAND"),
         (["chat", "--temprature", "1"], "quire: unknown option '--temprature', did you mean '--temperature'?"),
         (
             ["bench", "latency", "--input-length=5"],

@@ -41,12 +41,17 @@ def write(folder: Path, shapes: dict[str, Any], **changed: Any) -> Path:
     return folder
 
 
-@pytest.fixture
-def target(tmp_path: Path) -> ModelConfig:
+def target_in(tmp_path: Path) -> ModelConfig:
+    """The model that heads draft for."""
     values = CONFIG | {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS}
     path = write(tmp_path / "target", {"model.embed_tokens.weight": (VOCAB, WIDTH)}, **values)
     config = replace(ModelConfig.resolve(None), model="target", path=path, vocab_size=VOCAB, max_position_embeddings=99)
     return replace(config, hf_config=HFConfig(values, "target/config.json"), max_model_len=50)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> ModelConfig:
+    return target_in(tmp_path)
 
 
 def of_model(shapes: dict[str, Any], target: ModelConfig) -> HeadFormat:
@@ -322,7 +327,7 @@ SOME = {"lm_head.weight": (3, WIDTH), **FUSED3}
         (
             {"model.fc.bias": (8,)},
             {},
-            r"has no fc.weight, where hidden states of 8 elements need \[8, 16\]; it was not",
+            r"has no fc.weight, which must be \[8, 16\]: it is incomplete$",
         ),
         ({"fc.weight": (8, 15)}, {}, r"has fc.weight \[8, 15\], where hidden states of 8 elements need \[8, 16\]; it"),
         (FUSED3 | FUSED, {}, r"has fc.weight \[8, 16\], where hidden states of 8 elements need \[8, 24\]; it was"),

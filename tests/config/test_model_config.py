@@ -73,6 +73,31 @@ def test_errors_in_the_generation_config_name_its_file(tmp_path: Path) -> None:
     assert str(caught.value).startswith(f"{tmp_path / 'generation_config.json'}: 'eos_token_id' is 'x'")
 
 
+@pytest.mark.parametrize(
+    ("config", "generation", "known", "source", "wrong"),
+    [
+        ([15, 16], None, {15}, "config.json", "16"),
+        (3, 99, set(), "generation_config.json", "99"),
+        (99, [2, 1000, 16], {2}, "generation_config.json", "16, 1000"),
+        (99, 15, {15}, None, None),
+    ],
+)
+def test_ends_outside_the_vocabulary_are_ignored_with_a_warning(
+    tmp_path: Path,
+    config: Any,
+    generation: Any,
+    known: set[int],
+    source: str | None,
+    wrong: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = write(tmp_path, eos_token_id=config)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert ModelConfig.resolve(folder).eos_token_ids == known
+    message = f"ignored as they are outside the vocabulary of 16 tokens: {wrong} of 'eos_token_id'"
+    assert caplog.messages == ([] if source is None else [f"{folder / source}: {message}"])
+
+
 # The dtype
 
 

@@ -43,7 +43,7 @@ BAD = [
     (checks.check_texts, "ab", 2, 3, "a list of strings"),
     (checks.check_texts, b"ab", 2, 3, "a list of strings"),
     (checks.check_texts, {"ab"}, 2, 3, "a list of strings"),
-    (checks.check_texts, ["a", ""], 2, 3, "a list of non-empty strings"),
+    (checks.check_texts, ["a", ""], 2, 3, "=['a', '']: an empty string is not allowed; leave it out"),
     (checks.check_texts, ["abcd"], 2, 3, "at most 3 characters"),
     (checks.check_texts, [5], 2, 3, "at most 3 characters"),
     (checks.check_ids, "12", 2, "a list of token ids"),
@@ -90,7 +90,7 @@ def test_of_a_list_the_wrong_item_is_named():
     for values, item in (([0, True], "True"), ([0, 3, -1], "-1"), ([0, 1.5], "1.5")):
         with pytest.raises(InvalidParamsError, match=f"^x={item}: must be a list of token ids, which"):
             checks.check_ids("x", values, 5)
-    with pytest.raises(InvalidParamsError, match=r"^x='': must be a list of non-empty strings"):
+    with pytest.raises(InvalidParamsError, match=r"^x=\['a', ''\]: an empty string is not allowed; leave it out$"):
         checks.check_texts("x", ["a", ""], 5, 9)
 
 

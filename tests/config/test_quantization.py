@@ -206,6 +206,7 @@ def test_quantizations_that_may_be_asked_for(name):
 
 
 def test_a_quantization_that_does_not_exist():
-    message = "quantization='gtpq', did you mean 'gptq'. .allowed: int8, int4, none, .* so: gptq, awq, .*, fp8, mxfp4.$"
-    with refused(ConfigError, message):
-        check_quantization("gtpq")
+    allowed = "int8, int4, or .* so: gptq, awq, .*, fp8, mxfp4; leave it out to keep the weights as they are.$"
+    for wrong, near in (("gtpq", ", did you mean 'gptq'."), ("none", ""), ("", "")):
+        with refused(ConfigError, f"quantization='{wrong}'{near} .allowed: {allowed}"):
+            check_quantization(wrong)

@@ -84,6 +84,8 @@ def test_fields_that_bound_what_is_tried_have_no_effect(caplog, monkeypatch) -> 
         ),
         ({"method": "ngrams"}, "did you mean 'ngram'"),
         ({"method": 3}, "method=3 must be of the type str"),
+        ({"model": ""}, "model='' must not be empty; leave it out to have none"),
+        ({"method": "draft_model", "model": ""}, "model='' must not be empty; leave it out to have none"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens=True must be of the type int"),
         ({"num_speculative_tokens": 2.0}, "num_speculative_tokens=2.0 must be of the type int"),
         ({"adaptive": 1}, "adaptive=1 must be of the type bool"),
@@ -99,6 +101,13 @@ def test_fields_that_bound_what_is_tried_have_no_effect(caplog, monkeypatch) -> 
 def test_what_is_wrong_is_named(given: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read(**given)
+
+
+def test_what_is_no_mapping_of_names_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^speculative_config: unknown field 1 \(allowed: method, model, "):
+        SpeculativeConfig.read({1: 2})  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match=r"^speculative_config=\['ngram'\]: must be dict or None, not list$"):
+        EngineArgs(speculative_config=["ngram"]).resolve()
 
 
 def test_the_first_and_last_number_of_drafts_are_allowed() -> None:
@@ -209,9 +218,13 @@ def test_what_only_a_draft_model_has_is_refused_of_a_head(model: ModelConfig, mo
         drafting_model(monkeypatch, Files(head=object()), model, False, model="a/b", quantization="int8")
 
 
-def test_a_model_that_generates_nothing_has_no_draft_model(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_generates_nothing_has_no_drafts(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     pools, files = dataclasses.replace(model, runner="pooling"), Files()
-    with pytest.raises(ConfigError, match=f"^speculative_config: {model.model} generates nothing"):
-        drafting_model(monkeypatch, files, pools, True, method="mtp")
-    assert drafting_model(monkeypatch, files, pools, False) is None
+    said = rf"^speculative_config: {model.model} pools and generates nothing \(runner='pooling'\), .*; leave spec"
+    drafting = {"method": "mtp"}, {"method": "ngram"}, {"model": "a/b"}, {"num_speculative_tokens": 3}
+    for given in drafting:
+        with pytest.raises(ConfigError, match=said):
+            drafting_model(monkeypatch, files, pools, "method" in given, **given)
+    for allowed in ({}, {"method": "off"}, {"method": "auto"}):
+        assert drafting_model(monkeypatch, files, pools, "method" in allowed, **allowed) is None
     assert files.heads == files.models == []

@@ -11,7 +11,7 @@ from quire.common.batch import PoolSpec
 from quire.common.lora import KnownAdapter
 from quire.common.outputs import CompletionOutput
 from quire.common.params import SamplingParams
-from quire.engine.requests.output import OutputBuilder, SampleOutput, text_of
+from quire.engine.requests.output import OutputBuilder, SampleOutput, places_from, text_of
 from quire.engine.requests.pooling import PromptPooling
 
 PARAMS = SamplingParams(stop_token_ids=[7])
@@ -74,12 +74,17 @@ def test_without_a_detokenizer_there_is_no_text() -> None:
 
 def test_accepted_drafts_are_counted_from_the_tokens_that_are_returned() -> None:
     one = sample("abcde", (1, 2, 4))
-    assert [one.drafts_from(start) for start in (0, 1, 2, 3, 5)] == [[1, 2, 4], [0, 1, 3], [0, 2], [1], []]
-    assert one.to_completion(delta=True).accepted_drafts == [1, 2, 4]
+    one.predicted_drafts += [2, 4]
+    from_start = [places_from(one.accepted_drafts, start) for start in (0, 1, 2, 3, 5)]
+    assert from_start == [[1, 2, 4], [0, 1, 3], [0, 2], [1], []]
+    made = one.to_completion(delta=True)
+    assert (made.accepted_drafts, made.predicted_drafts) == ([1, 2, 4], [2, 4])
     one.append(ord("f"))
     one.append(ord("g"))
     one.accepted_drafts.append(6)
-    assert one.to_completion(delta=True).accepted_drafts == [1]
+    one.predicted_drafts.append(6)
+    made = one.to_completion(delta=True)
+    assert (made.accepted_drafts, made.predicted_drafts) == ([1], [1])
     assert one.to_completion().accepted_drafts == [1, 2, 4, 6]
 
 
@@ -89,6 +94,8 @@ def test_a_fork_goes_on_by_itself_and_has_emitted_nothing() -> None:
     other = one.fork(3)
     other.append(ord("c"))
     other.accepted_drafts.append(2)
+    other.predicted_drafts.append(2)
+    assert one.predicted_drafts == []
     assert (one.token_ids, one.accepted_drafts) == ([97, 98], [1])
     assert other.to_completion(delta=True) == CompletionOutput(3, "ab", [97, 98, 99])
     assert other.accepted_drafts == [1, 2]

@@ -9,7 +9,7 @@ from quire.common.batch import Draw, PoolSpec
 from quire.common.lora import KnownAdapter
 from quire.common.outputs import RequestMetrics
 from quire.common.params import SamplingParams
-from quire.engine.requests.output import OutputBuilder, SampleOutput
+from quire.engine.requests.output import OutputBuilder, SampleOutput, places_from
 from quire.engine.requests.pooling import PromptPooling
 from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
 
@@ -119,7 +119,8 @@ def test_a_scored_prompt_takes_no_more_from_the_cache_than_its_scores_allow():
 def test_accepted_drafts_are_counted_from_the_first_token_of_a_delta():
     output = make_sequence(1).output
     output.token_ids, output.accepted_drafts = [10, 11, 12, 13, 14], [1, 2, 4]
-    assert [output.drafts_from(start) for start in range(6)] == [[1, 2, 4], [0, 1, 3], [0, 2], [1], [0], []]
+    from_start = [places_from(output.accepted_drafts, start) for start in range(6)]
+    assert from_start == [[1, 2, 4], [0, 1, 3], [0, 2], [1], [0], []]
     assert output.fork(1).accepted_drafts == [1, 2, 4]
     assert output.to_completion(delta=True).accepted_drafts == [1, 2, 4]
     output.token_ids += [15, 16]

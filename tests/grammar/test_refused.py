@@ -170,6 +170,26 @@ def test_hostile_structures_harm_no_other_request(name, monkeypatch: pytest.Monk
     assert llm.engine.blocks.num_used_blocks == 0
 
 
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"uniqueItems": True}, 'keywords of JSON schema that are not supported: "uniqueItems"; leave them out'),
+        (
+            {"properties": {"a": {"if": {"type": "string"}, "then": {"minLength": 3}}}},
+            'keywords of JSON schema that are not supported: "if", "then"; leave them out',
+        ),
+        (
+            {"oneOf": [{"type": "string"}, {"minLength": 2}]},
+            "oneOf is supported only for alternatives that exclude each other; use anyOf",
+        ),
+    ],
+)
+def test_a_keyword_that_is_not_supported_is_named(schema: dict[str, Any], said: str) -> None:
+    llm, _ = masked_llm()
+    llm.engine.add_request("a", "a", structured(json=schema))
+    assert run(llm)["a"].error == f"json is rejected: {said}"
+
+
 def test_a_trial_runs_where_processor_time_is_limited_already() -> None:
     """As by `ulimit -t`: a process cannot raise its own hard limits."""
     program = (

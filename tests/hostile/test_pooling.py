@@ -65,7 +65,7 @@ ASKED: dict[str, tuple[str, Any, str]] = {
     "no tokens for Cohere": ("/v2/embed", {"texts": ["a"], "max_tokens": 0}, "truncate_prompt_tokens=0"),
     "integers for Cohere": ("/v2/embed", {"texts": ["a"], "embedding_types": ["int8"]}, r"embedding_types\[0\]"),
     "one side twice": ("/score", {"text_1": "a", "queries": "b", "text_2": "c"}, "exactly one of text_1"),
-    "documents that are one text": ("/rerank", {"query": "a", "documents": "b"}, "documents: expected array"),
+    "documents that are one text": ("/rerank", {"query": "a", "documents": "b"}, "documents: expected an array"),
     "documents without text": ("/rerank", {"query": "a", "documents": [{"x": 1}]}, r"documents\[0\]"),
     "a template that was not allowed": (
         "/rerank",
@@ -73,7 +73,7 @@ ASKED: dict[str, tuple[str, Any, str]] = {
         "template",
     ),
     "a longer salt than allowed": (EMBED, GOOD | {"cache_salt": "x" * 10**5}, "cache_salt"),
-    "text of an embedder": ("/v1/completions", {"prompt": "a"}, "cannot generate"),
+    "text of an embedder": ("/v1/completions", {"prompt": "a"}, "cannot generate: send the text to /v1/embeddings or"),
     "a chat with an embedder": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "cannot gen"),
 }
 

@@ -298,3 +298,9 @@ def test_parameters_that_the_caller_changes_later_concern_later_requests_only(ll
     while llm.engine.has_unfinished_requests():
         (output,) = llm.engine.step()
     assert len(output.outputs[0].token_ids) == 3
+
+
+def test_an_end_outside_the_vocabulary_does_not_fail_requests_with_min_tokens() -> None:
+    llm = LLM(override_generation_config={"eos_token_id": [8192, 9999]}, num_gpu_blocks_override=6, max_model_len=32)
+    (output,) = generate(llm, "def", SamplingParams(temperature=0, max_tokens=4, min_tokens=2))
+    assert (output.error, output.outputs[0].finish_reason) == (None, "length")

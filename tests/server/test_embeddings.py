@@ -270,8 +270,6 @@ def test_classes_have_their_names():
         ("/v2/embed", {"texts": ["a", "b " * 500], "truncate": "NONE"}, "texts[1]"),
         ("/v2/embed", {"texts": ["a", "b c d e"], "truncate": "NONE", "max_tokens": 3}, "texts[1]"),
         ("/v2/embed", {"texts": ["a"], "max_tokens": 0}, "max_tokens"),
-        ("/v1/completions", {"prompt": "a"}, None),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, None),
     ],
 )
 def test_what_is_refused(embedder, path, body, param):
@@ -279,6 +277,18 @@ def test_what_is_refused(embedder, path, body, param):
     assert (answer.status, answer.error["param"]) == (400, param), answer.body
     assert embedder.llm.engine.has_unfinished_requests() is False
     embedder.llm.engine.requests.check_integrity()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_requests_to_generate_are_sent_to_the_endpoints_that_pool(embedder, path):
+    messages = [{"role": "user", "content": "a"}]
+    body = {"prompt": "a"} if path == "/v1/completions" else {"messages": messages, "input": "a", "max_tokens": 4}
+    answer = embedder.post(path, body)
+    assert answer.status == 400, answer.body
+    said = "this model pools texts, and cannot generate: send the text to /v1/embeddings or /pooling"
+    assert answer.error["message"] == said
+    if path != "/v1/messages":
+        assert (answer.error["param"], answer.error["code"]) == ("model", "unsupported_task")
 
 
 def test_one_wrong_text_is_named(embedder):

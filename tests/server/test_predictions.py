@@ -154,10 +154,27 @@ def test_an_engine_without_drafts_ignores_predictions():
     assert details(usage) == (0, 0)
 
 
-def test_only_accepted_tokens_that_are_in_the_answer_are_counted():
+def test_only_tokens_of_the_prediction_that_are_in_the_answer_are_accepted():
     counts = TokenCounts()
-    metrics = RequestMetrics(arrival_time=0.0, drafts={"prediction": (9, 7)})
-    for token_ids, accepted in (([5], []), ([6, 7, 8], [0, 1])):  # the rest came behind a stop string
-        choice = CompletionOutput(0, "", token_ids, None, accepted_drafts=accepted)
+    metrics = RequestMetrics(arrival_time=0.0, drafts={"prediction": (9, 7), "own": (5, 4)})
+    for token_ids, predicted in (([5], []), ([6, 7, 8], [1])):  # the rest came behind a stop string
+        choice = CompletionOutput(0, "", token_ids, None, accepted_drafts=[0, 1], predicted_drafts=predicted)
         counts.add(0, RequestOutput("a", "Hi", [1], [choice], False, metrics=metrics))
-    assert counts.predicted == (2, 2)
+    assert counts.predicted == (1, 8)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("stop", [" the", "sat", "dog lay"])
+def test_tokens_behind_a_stop_string_are_rejected(path, stop):
+    answer = asked(predicting(), path, prediction={"type": "content", "content": REPLY}, stop=stop).json
+    accepted, rejected = details(answer["usage"])
+    assert 0 < accepted < answer["usage"]["completion_tokens"]
+    assert accepted + rejected == answer["timings"]["num_drafts"]
+
+
+def test_drafts_that_others_proposed_are_no_part_of_the_prediction():
+    server = saying("a b c d e f g h " * 4, speculation={**ALL, "method": "suffix"})
+    usage = asked(server, CHAT, prediction={"type": "content", "content": "a b c "}).json
+    accepted, rejected = details(usage["usage"])
+    assert accepted + rejected <= 6
+    assert usage["timings"]["num_accepted_drafts"] > accepted

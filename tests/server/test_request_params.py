@@ -13,6 +13,7 @@ STATE = SimpleNamespace(
     llm=SimpleNamespace(
         default_sampling_params=lambda: SamplingParams(temperature=0.3, top_k=7),
         model_config=SimpleNamespace(vocab_size=10, max_model_len=99),
+        pooler=None,
     ),
     args=SimpleNamespace(max_prompts_per_request=3, max_choices_per_request=6),
 )

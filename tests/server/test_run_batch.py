@@ -231,7 +231,7 @@ def test_an_interrupted_command_keeps_what_is_done(batch):
     assert not batch.output.exists()
 
 
-def test_the_command_answers_with_the_model(batch):
+def test_the_command_answers_with_the_model(batch, capsys):
     chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0}
     batch.write(
         {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def", "max_tokens": 3}},
@@ -245,3 +245,6 @@ def test_the_command_answers_with_the_model(batch):
     assert answer["body"]["choices"][0]["message"]["role"] == "assistant"
     assert refused["status_code"] == 400
     assert refused["body"]["error"]["param"] == "max_tokens"
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("quire: 3 lines are done, of which 1 failed: see 'error', or 'response' with")
+    assert said.endswith(f" in {batch.output}")

@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 
 from quire.cli.arguments.parser import Parser
 from quire.common.errors import QuireError, nearest_name
@@ -79,8 +80,11 @@ def _parser(arguments: list[str]) -> Parser:
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
-    if chosen is not None and chosen not in _COMMANDS:
-        parser.error(f"unknown command {chosen!r}{nearest_name(chosen, _COMMANDS)}")
+    if chosen not in _COMMANDS:
+        parser.check_options(takewhile(lambda argument: argument.startswith("-"), arguments))
+        if chosen is not None:
+            near = nearest_name(chosen, _COMMANDS)
+            parser.error(f"unknown command {chosen!r}{near} (allowed: {', '.join(_COMMANDS)})")
     for name, summary in _COMMANDS.items():
         command = commands.add_parser(
             name,

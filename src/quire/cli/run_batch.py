@@ -68,10 +68,11 @@ async def _run(options: argparse.Namespace) -> int:
     source: Path = options.input_file
     num_lines = sum(1 for _ in read_lines(source, args.max_body))
     partial = PartialFile(options.output_file, source, num_lines, resume=options.resume)
+    num_before = partial.num_done
     try:
         llm = await AsyncLLM.from_args(EngineArgs(**engine_kwargs(options)), holds=True)
         try:
-            with progress("Lines", num_lines, "line", initial=partial.num_done, at_once=True) as advance:
+            with progress("Lines", num_lines, "line", initial=num_before, at_once=True) as advance:
                 num_failed = await _batch_run(llm, args, options).run(source, partial, advance)
         finally:
             await llm.shutdown()
@@ -81,6 +82,12 @@ async def _run(options: argparse.Namespace) -> int:
         raise
     finally:
         partial.close()
+    if num_failed:
+        print(
+            f"quire: {num_lines - num_before} lines are done, of which {num_failed} failed: see 'error', or 'response' "
+            f"with a status_code of 400 or more, in {options.output_file}",
+            file=sys.stderr,
+        )
     return _EXIT_SOME_FAILED if num_failed else 0
 
 

@@ -52,6 +52,8 @@ class CompletionOutput:
     accepted_drafts: list[int] = field(default_factory=list, compare=False)
     """Places in `token_ids` of the tokens that were proposed before the model drew them. Which these are depends on the
     load; outputs that differ only in them are equal."""
+    predicted_drafts: list[int] = field(default_factory=list, compare=False)
+    """Those of `accepted_drafts` that the request's `prediction` had proposed."""
 
     @property
     def finished(self) -> bool:

@@ -62,7 +62,7 @@ class ModelConfig:
     """Largest length of prompt and output together, in tokens; until the engine replaces it, max_position_embeddings,
     or the length that a model that pools was made for."""
     eos_token_ids: frozenset[int]
-    """Those of generation_config.json, or else of config.json; may be empty."""
+    """Those of generation_config.json, or else of config.json, without ids outside the vocabulary; may be empty."""
     model_impl: str = "quire"
     """Whose modules run the architecture: `quire` or `transformers`."""
     head_quantization: str | None = None
@@ -128,10 +128,9 @@ class ModelConfig:
         tokenizer_path = path if tokenizer is None else Location(str(tokenizer), None, None, download_dir).tokenizer()
         checkpoint_dtype = _checkpoint_dtype(hf, path)
         _check_layers(hf)
-        max_positions = hf.size("max_position_embeddings")
+        vocab_size, max_positions = hf.size("vocab_size"), hf.size("max_position_embeddings")
         quant_method, quantization = read_quantization(hf, quantization, name)
         _check_mapped(weights_from_file, quant_method, name)
-        eos = generation.token_ids("eos_token_id")
         return cls(
             model=name,
             path=path,
@@ -143,11 +142,11 @@ class ModelConfig:
             quantization=quantization,
             quant_method=quant_method,
             checkpoint_dtype=checkpoint_dtype,
-            vocab_size=hf.size("vocab_size"),
+            vocab_size=vocab_size,
             max_position_embeddings=max_positions,
             max_context_len=_max_context_len(hf, max_positions) if model_impl == "quire" else max_positions,
             max_model_len=_trained_length(path, max_positions) if runner == "pooling" else max_positions,
-            eos_token_ids=eos if eos is not None else hf.token_ids("eos_token_id") or frozenset(),
+            eos_token_ids=_eos_token_ids(generation, hf, vocab_size),
             model_impl=model_impl,
             head_quantization=head_quantization,
             weights_from_file=weights_from_file,
@@ -201,6 +200,21 @@ def _read_configs(path: Path) -> tuple[HFConfig, HFConfig]:
 def _generation_config(path: Path) -> HFConfig:
     file = path / GENERATION_FILE
     return HFConfig(read_json_object(file) if file.exists() else {}, str(file))
+
+
+def _eos_token_ids(generation: HFConfig, hf: HFConfig, vocab_size: int) -> frozenset[int]:
+    """Without those that the model can never draw: checkpoints have them that were resized or merged carelessly."""
+    stated = generation if generation.get("eos_token_id") is not None else hf
+    token_ids = stated.token_ids("eos_token_id") or frozenset()
+    known = frozenset(token_id for token_id in token_ids if token_id < vocab_size)
+    if wrong := sorted(token_ids - known):
+        logger.warning(
+            "%s: ignored as they are outside the vocabulary of %d tokens: %s of 'eos_token_id'",
+            stated.source,
+            vocab_size,
+            ", ".join(map(str, wrong[:10])),
+        )
+    return known
 
 
 def _check_layers(hf: HFConfig) -> None:

@@ -108,12 +108,14 @@ class SpeculativeConfig:
                 continue
             if name not in _FIELDS:
                 raise ConfigError(
-                    f"speculative_config: unknown field {name!r}{nearest_name(name, _FIELDS)} "
+                    f"speculative_config: unknown field {name!r}{nearest_name(str(name), _FIELDS)} "
                     f"(allowed: {', '.join(_FIELDS)})"
                 )
             ours, kind = _FIELDS[name]
             if type(value) is not kind:
                 raise ConfigError(f"speculative_config: {name}={value!r} must be of the type {kind.__name__}")
+            if value == "":
+                raise ConfigError(f"speculative_config: {name}='' must not be empty; leave it out to have none")
             values[ours] = value
         if "method" in values:
             values["method"] = _ALIASES.get(values["method"], values["method"])
@@ -159,12 +161,15 @@ AUTOMATIC = SpeculativeConfig()
 
 
 def draft_model(model: ModelConfig, speculative: SpeculativeConfig, has_method: bool) -> ModelConfig | None:
-    """Computes as the model does, and is quantized as its files are or `speculative` says. Raises ConfigError if the
-    model pools. Without a method, the files tell whether they are a draft head's."""
+    """Computes as the model does, and is quantized as its files are or `speculative` says. Raises ConfigError for
+    drafts of any kind if the model pools. Without a method, the files tell whether they are a draft head's."""
+    if model.runner != "generate" and speculative != AUTOMATIC and speculative.sources:
+        raise ConfigError(
+            f"speculative_config: {model.model} pools and generates nothing (runner={model.runner!r}), so there is "
+            "nothing to draft; leave speculative_config out"
+        )
     if speculative.model is None and not speculative.has_head:
         return None
-    if model.runner != "generate":
-        raise ConfigError(f"speculative_config: {model.model} generates nothing, so no draft model can help it")
     if speculative.has_head or not has_method:
         head = resolve_head(model, speculative.model, speculative.method if has_method else None)
         if head is not None:

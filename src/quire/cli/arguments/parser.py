@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
 from quire.common.arguments.vllm_arguments import take_options
@@ -29,11 +29,18 @@ class Parser(argparse.ArgumentParser):
         others = take_options(rest, set(self._known())) if self.takes_vllm_options else {}
         options, unknown = self.parse_known_args(rest)
         options.vllm_arguments = others
+        self.check_options(unknown[:1])
         if unknown:
-            name = unknown[0].partition("=")[0]
-            kind = "option" if name.startswith("-") else "argument"
-            self.error(f"unknown {kind} {name!r}{nearest_name(name, self._known()) if kind == 'option' else ''}")
+            self.error(f"unknown argument {unknown[0]!r}")
         return options
+
+    def check_options(self, arguments: Iterable[str]) -> None:
+        """Exit with an error that names the first option that neither this parser nor one of its commands has."""
+        known = set(self._known())
+        for argument in arguments:
+            name = _hyphenated(argument).partition("=")[0]
+            if name.startswith("-") and name not in known:
+                self.error(f"unknown option {name!r}{nearest_name(name, known)}")
 
     def _known(self) -> Iterator[str]:
         """All options of this parser and its commands."""

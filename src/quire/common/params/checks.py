@@ -53,7 +53,7 @@ def check_texts(name: str, values: Any, max_num: int, max_len: int) -> None:
     for value in values:
         check_text(name, value, max_len)
         if not value:
-            raise refuse(name, value, "a list of non-empty strings")
+            raise InvalidParamsError(f"{name}={reprlib.repr(values)}: an empty string is not allowed; leave it out")
         left -= len(value)
     if left < 0:
         raise InvalidParamsError(f"{name} has {max_len - left} characters in total; at most {max_len} are allowed")

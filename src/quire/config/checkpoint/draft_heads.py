@@ -26,6 +26,8 @@ OUTPUT = -1
 """In the place of a layer's number: what the model gives."""
 _TARGETS = "d2t"
 _DEFAULT_FAMILY = "LlamaForCausalLM"
+_EAGLE_MARK = re.compile(r"^Eagle3?|Eagle3?$")
+"""What the name of a head's architecture has beside the family's."""
 
 
 HEADS: Mapping[str, tuple[str, str]] = {
@@ -166,7 +168,7 @@ def resolve_head(target: ModelConfig, name: str | None, method: str | None) -> M
             return None
         raise UnsupportedModelError(f"{path}: draft heads are read from safetensors, not from GGUF files")
     checkpoint = open_checkpoint(path)
-    format = _find_format(checkpoint, target.hf_config)
+    format = _find_format(checkpoint, target.hf_config) or (None if name is None else _incomplete(checkpoint, path))
     if format is None or (method is not None and format.method != method):
         if method is None:
             return None
@@ -178,11 +180,16 @@ def resolve_head(target: ModelConfig, name: str | None, method: str | None) -> M
         raise ConfigError("speculative_config: a draft head needs a model that Quire runs itself, not transformers'")
     if format.method == "mtp":
         hf, architecture = _with_one_more_layer(target.hf_config), target.architecture
+        stated = hf if name is None else standard_names(HFConfig.read(path / CONFIG_FILE))
     else:
         numbers = [re.match(r"layers\.(\d+)\.", format.weight_name(name) or "") for name in checkpoint.tensors]
         num_layers = 1 + max([int(number[1]) for number in numbers if number], default=0)
         hf, architecture = _head_values(HFConfig.read(path / CONFIG_FILE), target, num_layers)
+        stated = hf
     head = _checked(format, checkpoint, hf, target)
+    num_drafted = target.vocab_size if head.targets is None else len(head.targets)
+    known = {"vocab_size": target.vocab_size, "draft_vocab_size": num_drafted, "target_hidden_size": head.state_width}
+    _check_stated(stated, known)
     stored = format.method == "mtp" and target.quant_method is not None and _is_quantized_as(path, target)
     return dataclasses.replace(
         target,
@@ -227,6 +234,18 @@ def _find_format(checkpoint: Checkpoint, target: HFConfig) -> HeadFormat | None:
     return next((each for each in formats if any(each.weight_name(name) for name in checkpoint.tensors)), None)
 
 
+def _incomplete(checkpoint: Checkpoint, path: Path) -> HeadFormat | None:
+    """The format of an EAGLE head without `fc`; None for other checkpoints. Either config.json says that it is a head,
+    or there is a layer without the final norm that a model has."""
+    hf, names = HFConfig.read(path / CONFIG_FILE), checkpoint.tensors
+    architectures = hf.get("architectures")
+    named = _EAGLE_MARK.search(str(architectures[0])) if isinstance(architectures, list) and architectures else None
+    method = hf.get("speculators_model_type") or (named[0].lower() if named else None)
+    if method is None and "layers.0.post_attention_layernorm.weight" in names and "norm.weight" not in names:
+        return EAGLE
+    return next((format for format in (EAGLE, EAGLE3) if format.method == method), None)
+
+
 def _head_values(hf: HFConfig, target: ModelConfig, num_layers: int) -> tuple[HFConfig, str]:
     """What config.json says of a head, in its own or the `speculators` format, and the architecture of its layers."""
     layers = hf.section("transformer_layer_config")
@@ -235,11 +254,22 @@ def _head_values(hf: HFConfig, target: ModelConfig, num_layers: int) -> tuple[HF
     if layers is not None:
         values = {"norm_before_residual": True, **values, **layers}
     text = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else _DEFAULT_FAMILY
-    architecture = re.sub(r"^Eagle3?|Eagle3?$", "", text)
+    architecture = _EAGLE_MARK.sub("", text)
     if architecture not in MODELS:
         raise UnsupportedModelError(f"{hf.source}: a draft head of the architecture {text[:80]!r} is not supported")
-    values |= {"architectures": [architecture], "num_hidden_layers": num_layers}
-    return standard_names(HFConfig(values, hf.source)), architecture
+    known = standard_names(HFConfig({**values, "architectures": [architecture]}, hf.source))
+    _check_stated(known, {"num_hidden_layers": num_layers})
+    return HFConfig({**known, "num_hidden_layers": num_layers}, hf.source), architecture
+
+
+def _check_stated(hf: HFConfig, known: Mapping[str, int]) -> None:
+    """Raises CheckpointError if config.json contradicts what is known of a head from its tensors and its model."""
+    for key, number in known.items():
+        if (given := hf.count(key, number)) != number:
+            raise CheckpointError(
+                f"{hf.source}: {key!r} is {given}, but this draft head's tensors and the model that it drafts for have "
+                f"{number}: take a head that was trained for this model, or correct the file"
+            )
 
 
 def _with_one_more_layer(hf: HFConfig) -> HFConfig:
@@ -261,9 +291,10 @@ def _checked(format: HeadFormat, checkpoint: Checkpoint, hf: HFConfig, target: M
     expected = (width, len(places) * theirs if format.method == "eagle3" else width + theirs)
     if shapes.get("fc.weight") != expected:
         stored = shapes.get("fc.weight")
-        found = "has no fc.weight" if stored is None else f"has fc.weight {list(stored)}"
+        if stored is None:
+            raise CheckpointError(f"{where} has no fc.weight, which must be {list(expected)}: it is incomplete")
         raise CheckpointError(
-            f"{where} {found}, where hidden states of {theirs} elements need {list(expected)}; "
+            f"{where} has fc.weight {list(stored)}, where hidden states of {theirs} elements need {list(expected)}; "
             "it was not trained for this model"
         )
     targets = _targets(checkpoint, where, target.vocab_size)

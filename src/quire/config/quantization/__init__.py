@@ -26,8 +26,8 @@ def check_quantization(quantization: str | None) -> None:
     if quantization is not None and quantization not in (*QUANTIZATIONS, *_NAMED_METHODS):
         raise ConfigError(
             f"quantization={quantization!r}{nearest_name(quantization, (*QUANTIZATIONS, *_NAMED_METHODS))} "
-            f"(allowed: {', '.join(QUANTIZATIONS)}, none, or for a checkpoint that is quantized so: "
-            f"{', '.join(_NAMED_METHODS)})"
+            f"(allowed: {', '.join(QUANTIZATIONS)}, or for a checkpoint that is quantized so: "
+            f"{', '.join(_NAMED_METHODS)}; leave it out to keep the weights as they are)"
         )
 
 

@@ -35,7 +35,7 @@ from quire.common.progress import log_progress
 from quire.config.args import EngineArgs
 from quire.engine.process import messages
 from quire.engine.process.heartbeat import Pulse, beat
-from quire.engine.requests.output import SampleOutput
+from quire.engine.requests.output import SampleOutput, places_from
 from quire.engine.requests.sequence import SequenceGroup
 from quire.engine.view.block_tokens import block_tokens
 from quire.engine.view.cache_view import MIN_INTERVAL_S, CacheView
@@ -298,10 +298,8 @@ def _sequence_delta(sample: SampleOutput) -> messages.SequenceDelta:
     start, _ = sample.num_emitted
     sample.num_emitted, sample.has_emitted_end = (len(sample.token_ids), 0), sample.finish_reason is not None
     rows = None if sample.logprobs is None else messages.Rows.pack(sample.logprobs.take())
-    drafts = sample.drafts_from(start)
-    return messages.SequenceDelta(
-        sample.index, sample.token_ids[start:], *_reasons(sample), rows, accepted_drafts=drafts
-    )
+    drafts = [places_from(places, start) for places in (sample.accepted_drafts, sample.predicted_drafts)]
+    return messages.SequenceDelta(sample.index, sample.token_ids[start:], *_reasons(sample), rows, None, *drafts)
 
 
 def _reasons(output: SampleOutput | CompletionOutput) -> tuple[FinishReason | None, int | None]:

@@ -208,6 +208,8 @@ class SequenceDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     """Sum of the log-probabilities of a beam search's output; None for other outputs."""
     accepted_drafts: list[int] = []
     """Places in `token_ids` of the tokens that were drafts."""
+    predicted_drafts: list[int] = []
+    """Places of those drafts that are from the request's prediction."""
 
 
 class RequestDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -38,6 +38,8 @@ class SampleOutput(msgspec.Struct, eq=False):
     token_ids: list[int] = []
     accepted_drafts: list[int] = []
     """Places of the tokens that were drafts, ascending."""
+    predicted_drafts: list[int] = []
+    """Places of those drafts that are from the request's prediction."""
     finish_reason: FinishReason | None = None
     """None while more tokens may come."""
     stop_reason: int | str | None = None
@@ -73,6 +75,7 @@ class SampleOutput(msgspec.Struct, eq=False):
         other = SampleOutput(self.params, self.eos_token_ids, detokenizer, logprobs, index)
         other.token_ids += self.token_ids
         other.accepted_drafts += self.accepted_drafts
+        other.predicted_drafts += self.predicted_drafts
         return other
 
     def to_completion(self, *, delta: bool = False) -> CompletionOutput:
@@ -90,12 +93,9 @@ class SampleOutput(msgspec.Struct, eq=False):
             stop_reason=self.stop_reason,
             cumulative_logprob=None if self.logprobs is None else self.logprobs.total,
             logprobs=None if self.logprobs is None else self.logprobs.to_dicts(num_tokens),
-            accepted_drafts=self.drafts_from(num_tokens) if self.accepted_drafts else [],
+            accepted_drafts=places_from(self.accepted_drafts, num_tokens),
+            predicted_drafts=places_from(self.predicted_drafts, num_tokens),
         )
-
-    def drafts_from(self, start: int) -> list[int]:
-        """Return the places of accepted drafts among the tokens from `start` on, counted from there."""
-        return [place - start for place in self.accepted_drafts[bisect_left(self.accepted_drafts, start) :]]
 
 
 @dataclass(slots=True, eq=False)
@@ -166,6 +166,11 @@ class OutputBuilder:
         for place, output in enumerate(outputs):
             output.index = place
         return outputs[: self.params.n]
+
+
+def places_from(places: list[int], start: int) -> list[int]:
+    """Return the places from `start` on, counted from there. The places are ascending."""
+    return [place - start for place in places[bisect_left(places, start) :]] if places else []
 
 
 def text_of(detokenizer: IncrementalDetokenizer | None, token_ids: Iterable[int]) -> str:

@@ -7,6 +7,7 @@ from quire.common.batch import Batch, StepResult, accepted_drafts
 from quire.common.errors import failure
 from quire.common.faults import fault_point
 from quire.common.log import logger
+from quire.config.speculative import PREDICTION
 from quire.engine.drafting.drafting import Drafting
 from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.engine.scheduling.unfinished import UnfinishedRequests
@@ -134,6 +135,8 @@ class Committer:
                 place = seq.num_output_tokens
                 self._append(group, seq, result, draw, jumps=False)  # later draws depend on it: nothing comes between
                 seq.output.accepted_drafts += range(place, seq.num_output_tokens)
+                if seq.drafting is not None and seq.drafting.drafter == PREDICTION:
+                    seq.output.predicted_drafts += range(place, seq.num_output_tokens)
                 if seq.status.is_finished:
                     return True
             self._append(group, seq, result, draws[-1])

@@ -188,8 +188,9 @@ class RequestState:
         token_ids, num_before = delta.token_ids[start:], len(sample.token_ids)
         counts = (count for count, token_id in enumerate(token_ids, start=1) if sample.append(token_id))
         num_tokens = next(counts, len(token_ids))  # up to the one that stops the sample
-        drafts = (place - start for place in delta.accepted_drafts)
-        sample.accepted_drafts += [num_before + place for place in drafts if 0 <= place < num_tokens]
+        taken = range(start, start + num_tokens)
+        sample.accepted_drafts += [num_before + place - start for place in delta.accepted_drafts if place in taken]
+        sample.predicted_drafts += [num_before + place - start for place in delta.predicted_drafts if place in taken]
         if sample.finish_reason is None and delta.finish_reason is not None:
             sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
         if delta.logprobs is not None and sample.logprobs is not None:

@@ -30,6 +30,12 @@ _SMALL_BYTES = 1024**2
 """Bodies up to this size are always accepted."""
 _PLACE = re.compile(r"(?P<what>.*) - at `(?:key in )?\$\.?(?P<where>.*)`", re.DOTALL)  # the last place in the message
 _STEP = re.compile(r"\[|\b[A-Za-z_]\w*")  # of a place such as `tools[0].type`: tools, [, type
+_TYPES = re.compile(r"Expected `([\w |]+)`, got `(\w+)`")
+_IN_WORDS = {
+    "int": "an integer", "float": "a number", "str": "a string", "bool": "a boolean", "array": "an array",
+    "object": "an object",
+}  # fmt: skip
+"""The decoder's names of types. Others, such as null, are words of JSON."""
 _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
@@ -142,12 +148,20 @@ def _wrong_field(message: str, kind: type) -> ApiError:
     what, where = (found["what"], found["where"]) if found else (message, "")
     if missing := _MISSING.search(what):
         where = f"{where}.{missing.group(1)}".removeprefix(".")
+    if types := _TYPES.fullmatch(what):
+        what = f"expected {_in_words(types[1])}, got {_in_words(types[2])}"
     what = what.replace("`", "")
     what = what[:1].lower() + what[1:]
     if what.startswith("invalid ") and (allowed := _allowed(kind, where)):
         what += f" (allowed: {', '.join(allowed)})"
     is_field = where[:1].isalpha()
     return invalid(f"{where}: {what}" if is_field else f"invalid body: {what}", where if is_field else None)
+
+
+def _in_words(types: str) -> str:
+    """Such as `a number or null` for `float | null`."""
+    *others, last = [_IN_WORDS.get(name, name) for name in types.split(" | ")]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _allowed(kind: type, where: str) -> list[str]:

@@ -7,6 +7,7 @@ engine's process.
 
 import math
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -39,6 +40,11 @@ MAX_LEXER_STATES = 10_000
 """States of the lexer, about 1 kB each; every sequence may have its own."""
 _MAX_STEP_ITEMS = 20_000
 """Items of the parser in one step, which take about 20 ms."""
+_EXPLAINED = (
+    (r"Unimplemented keys: \[(.*)\]", r"keywords of JSON schema that are not supported: \1; leave them out"),
+    ("oneOf constraints are not .*", "oneOf is supported only for alternatives that exclude each other; use anyOf"),
+)
+"""(regular expression, replacement) for parts of the library's error messages."""
 
 
 class TrialSettings(msgspec.Struct):
@@ -202,5 +208,9 @@ def parser_limits() -> "LLParserLimits":
 
 
 def reason(message: str) -> str:
-    """Return the essential part of the library's error message, which has the source before it and a trace after it."""
-    return message.strip().rpartition("error: ")[2].split("\n")[0][:300]
+    """Return the essential part of the library's error message, which has the source before it and a trace after it.
+    Where it speaks of the library's own options, say what to do instead."""
+    found = message.strip().rpartition("error: ")[2].split("\n")[0]
+    for theirs, ours in _EXPLAINED:
+        found = re.sub(theirs, ours, found)
+    return found[:300]

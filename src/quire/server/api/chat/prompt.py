@@ -9,10 +9,10 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from quire.common.errors import InvalidPromptError, RequestError
-from quire.engine.requests.pooling import CANNOT_GENERATE
+from quire.common.errors import InvalidPromptError
 from quire.server.api.chat.protocol import ChatCompletionRequest, ChatMessage, ContentPart, Tool
 from quire.server.api.pooling.protocol import InputFields
+from quire.server.api.shared.sampling import check_generates
 from quire.server.api.tokens.protocol import TokenizeRequest
 from quire.server.http.errors import invalid
 from quire.server.models.served_model import ServedModel
@@ -48,8 +48,8 @@ async def chat_prompt(
     variables: Mapping[str, Any],
 ) -> ChatPrompt:
     """The prompt of a conversation: its text, and the tokens of that. Raises what `chat_text` raises."""
-    if model.llm.pooler is not None and isinstance(request, ChatCompletionRequest):
-        raise RequestError(CANNOT_GENERATE)  # clearer than that it has no template
+    if isinstance(request, ChatCompletionRequest):
+        check_generates(model)  # clearer than that it has no template
     text = await chat_text(model, request, messages, tools, variables)
     return {"prompt": text, "prompt_token_ids": await model.llm.tokenize(text, bool(request.add_special_tokens))}
 

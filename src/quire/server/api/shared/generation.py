@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
@@ -99,8 +98,8 @@ class TokenCounts:
 
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, int]] = {}
-        self._predicted: dict[int, tuple[int, int]] = {}
-        self._drafted = Counter[int]()
+        self._num_predicted = dict[int, int]()
+        self._num_accepted = 0
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.cached_tokens = 0
@@ -114,16 +113,15 @@ class TokenCounts:
                 sum(column) for column in zip(*self._prompts.values(), strict=True)
             )
         self.completion_tokens += sum(len(choice.token_ids) for choice in output.outputs)
-        self._drafted[place] += sum(len(choice.accepted_drafts) for choice in output.outputs)
+        self._num_accepted += sum(len(choice.predicted_drafts) for choice in output.outputs)
         if output.metrics is not None and output.metrics.drafts:
-            self._predicted[place] = output.metrics.drafts.get(PREDICTION, (0, 0))
+            self._num_predicted[place], _ = output.metrics.drafts.get(PREDICTION, (0, 0))
 
     @property
     def predicted(self) -> tuple[int, int]:
-        """Tokens of the prediction that are in the answer, and those that were rejected. The engine may accept some
-        behind a stop string before it is told to end."""
-        num_accepted = sum(min(right, self._drafted[place]) for place, (_, right) in self._predicted.items())
-        return num_accepted, sum(given - right for given, right in self._predicted.values())
+        """Verified tokens of the prediction: those that are among the completion's tokens, and those that are not. The
+        latter were wrong, or are behind a stop string, where the engine goes on until it learns of the end."""
+        return self._num_accepted, sum(self._num_predicted.values()) - self._num_accepted
 
     def usage(self) -> Usage:
         """The usage for a response body."""

@@ -25,6 +25,8 @@ _NOT_WITH_BEAMS = (
     "prediction",
 )  # fmt: skip
 """Fields that beam search does not support. Fields that only affect random draws are allowed."""
+_POOLING_PATHS = {"embed": "/v1/embeddings", "classify": "/classify", "score": "/score"}
+"""By task of a model that pools, the endpoint for it; /pooling has the others."""
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 
 
@@ -104,8 +106,17 @@ def num_choices(request: SamplingFields) -> int:
     return 1 if request.n is None else request.n
 
 
+def check_generates(model: ServedModel) -> None:
+    """Raise ApiError (400), which names the endpoints that the model has, if it pools."""
+    if (pooler := model.llm.pooler) is not None:
+        paths = dict.fromkeys(_POOLING_PATHS.get(task, "/pooling") for task in pooler.tasks)
+        message = f"this model pools texts, and cannot generate: send the text to {' or '.join(paths)}"
+        raise invalid(message, "model", "unsupported_task")
+
+
 def check_request(model: ServedModel, request: SamplingFields, num_prompts: int = 1) -> None:
-    """Check limits before the request is processed. Raises ApiError."""
+    """Check the model and limits before the request is processed. Raises ApiError."""
+    check_generates(model)
     args, num_samples = model.args, max(num_choices(request), request.best_of or 1)
     if num_prompts > args.max_prompts_per_request:
         limit = args.max_prompts_per_request
