@@ -76,6 +76,35 @@ def test_a_failure_anywhere_is_a_failed_step_which_is_tried_again(fault: Fault, 
     assert answers(llm, PROMPTS, PARAMS) == expected
 
 
+def test_a_pass_of_drafts_that_fails_in_rank_0_alone_does_not_mix_with_the_next_step() -> None:
+    """The draft model has the model's widths, so parts of its passes look like those of the model's chunks."""
+    prompt, params = [[(i * 37) % 500 + 3 for i in range(100)]], PARAMS[:1]
+    small = {**TINY, "max_model_len": 160, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+    expected = answers(LLM(**small), prompt, params)
+    with in_threads():
+        drafting = {"method": "draft_model", "model": "quire-tiny", "num_speculative_tokens": 3, "adaptive": False}
+        llm = LLM(**small, tensor_parallel_size=2, num_threads=1, speculative_config=drafting)
+        passes = llm.engine.executor._worker._drafts._passes  # type: ignore[attr-defined]
+        logits, left = passes.logits, [0]
+
+        def fails_once(sequences: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                raise MemoryError
+            return logits(sequences)
+
+        passes.logits = fails_once
+        for number in range(1, 12):
+            llm.engine.blocks.forget_cached()
+            left[0] = number
+            for _ in range(2):  # the second finds what the first has cached
+                assert answers(llm, prompt, params) == expected, number
+            assert left[0] < 0
+            llm.engine.requests.check_integrity()
+        assert llm.engine.stats().drafts
+        llm.engine.executor.close()
+
+
 def test_an_interrupted_step_can_be_made_again(llm: LLM, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, worker = llm.engine, llm.engine.executor._worker  # type: ignore[attr-defined]
     run = worker.runner.run

@@ -109,6 +109,8 @@ class DraftRunner:
         self._passes, self._vocab_sizes, self._max_len = passes, vocab_sizes, max_len
         self._sampler = Sampler(backend)
         self.announce: Announce | None = None
+        self.when_failed: Callable[[], object] | None = None
+        """Called after a failure: other ranks may still be in the pass that was announced."""
 
     @torch.inference_mode()
     def run(self, sequences: Sequence[ScheduledSequence], result: StepResult) -> StepResult:
@@ -123,6 +125,8 @@ class DraftRunner:
         except Exception:
             logger.exception("the draft model failed: this step makes no drafts")
             readings = []
+            if self.when_failed is not None:
+                self.when_failed()
         drafted = {r.place: Drafted(tuple(r.token_ids), tuple(r.odds)) for r in readings}
         return replace(result, drafted=drafted, drafting_s=time.monotonic() - start_s)
 

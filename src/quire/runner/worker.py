@@ -1,6 +1,6 @@
 """One process's share of the engine: its threads, weights, cache memory and runner."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from quire import kernels
@@ -142,10 +142,11 @@ class Worker:
         """What the next stage needs of the latest step, valid until the next one."""
         return () if self._states is None else self._states.take()
 
-    def lead_drafts(self, announce: Announce) -> None:
-        """From now on `announce` is called before each pass of what drafts, so that other ranks can follow it."""
+    def lead_drafts(self, announce: Announce, when_failed: Callable[[], object]) -> None:
+        """From now on `announce` is called before each pass of what drafts, so that other ranks can follow it, and
+        `when_failed` after one that failed here."""
         if self._drafts is not None:
-            self._drafts.announce = announce
+            self._drafts.announce, self._drafts.when_failed = announce, when_failed
 
     def follow_draft(self, sequences: Sequence[ScheduledSequence], rows: Sequence[int], *, is_first: bool) -> None:
         """Run a pass of what drafts, as rank 0 announced it."""

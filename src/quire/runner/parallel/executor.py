@@ -63,7 +63,7 @@ class RanksExecutor:
             own.load(kv_cache, [wire.fileno() for wire in wires])
             self._ranks, self._worker, self._cpus = own.ranks, own.worker, own.cpus
             machines.when_lost = own.ranks.stop
-            self._worker.lead_drafts(self._send_pass)
+            self._worker.lead_drafts(self._send_pass, self._begin_anew)
             check_loaded([*own.links.wait(), *machines.wait()])
         except BaseException:
             self.close()
@@ -77,7 +77,8 @@ class RanksExecutor:
         try:
             return self._worker.execute(batch, states)
         except BaseException:
-            self._begin_anew()
+            for failure in self._begin_anew():
+                raise error_named(failure.kind, failure.text)
             raise
 
     def states(self) -> States:
@@ -94,14 +95,13 @@ class RanksExecutor:
     def _wait(self) -> list[Failed]:
         return [*self._links.wait(), *[answer for answer in self._machines.wait() if isinstance(answer, Failed)]]
 
-    def _begin_anew(self) -> None:
-        """Bring all ranks out of what they are computing. Raises the error of a rank that failed, if one did."""
+    def _begin_anew(self) -> list[Failed]:
+        """Bring all ranks out of what they are computing. Returns what failed in them."""
         self._ranks.stop()
         self._send(Restart())
         failures = self._wait()
         self._ranks.restart()
-        for failure in failures:
-            raise error_named(failure.kind, failure.text)
+        return failures
 
     def load_adapter(self, slot: int, folder: Path, digest: str | None = None) -> None:
         """As Executor, in all ranks."""
