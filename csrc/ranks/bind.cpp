@@ -16,6 +16,7 @@ void bind_ranks(nb::module_& module) {
       .def_prop_ro("memory", [](RankGroup& group) { return reinterpret_cast<uintptr_t>(group.memory()); })
       .def_prop_ro("size", &RankGroup::size)
       .def("stop", &RankGroup::stop)
+      .def("begin", &RankGroup::begin)
       .def("restart", &RankGroup::restart);
   module.def("rank_memory_bytes", &RankGroup::memory_bytes);
   add_kernel(

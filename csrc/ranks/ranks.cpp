@@ -173,9 +173,10 @@ void RankGroup::cross(const Rows& rows, int64_t count) {
   }
 }
 
-void RankGroup::exchange(const Rows& rows, FunctionRef<void(int64_t, int64_t, char*)> write,
+void RankGroup::exchange(Rows rows, FunctionRef<void(int64_t, int64_t, char*)> write,
                          FunctionRef<void(int, int64_t, int64_t, const char*)> read) {
   if (rows.most_bytes > slot_bytes_) throw std::runtime_error("a row is larger than what ranks share");
+  rows.tag ^= pass_ * 0x9E3779B97F4A7C15u;  // odd: no two passes have the same product
   const bool reads = rank_ == 0 || !rows.first_only;
   const int64_t step = std::max<int64_t>(1, slot_bytes_ / std::max<int64_t>(1, rows.most_bytes));
   for (int64_t begin = 0; begin < rows.count; begin += step) {
@@ -274,6 +275,7 @@ void RankGroup::stop() {
 
 void RankGroup::restart() {
   piece_ = 0;
+  pass_ = 0;
   if (rank_ != first_) return;
   if (wire_) wire_->restart();
   for (int r = 0; r < count_; ++r) {

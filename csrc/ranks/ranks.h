@@ -51,6 +51,10 @@ class RankGroup {
   // [bounds[r], bounds[r + 1]), and gets all others.
   void gather_expert_rows(char* x, int64_t row_bytes, const int32_t* starts, const int64_t* bounds);
 
+  // The calls from here on are of another pass. Ranks that are in different ones throw std::runtime_error instead of
+  // taking the parts of one for those of the other, which may be as large.
+  void begin() { ++pass_; }
+
   // From now on all ranks throw std::runtime_error instead of waiting.
   void stop();
 
@@ -76,7 +80,7 @@ class RankGroup {
 
   // Moves rows in pieces: write(begin, end, slot) fills the own slot, and read(rank, begin, end, slot) takes what that
   // rank wrote, unless this rank reads nothing.
-  void exchange(const Rows& rows, FunctionRef<void(int64_t, int64_t, char*)> write,
+  void exchange(Rows rows, FunctionRef<void(int64_t, int64_t, char*)> write,
                 FunctionRef<void(int, int64_t, int64_t, const char*)> read);
 
   // Waits until a rank has written the piece. Throws std::runtime_error if it computes something else.
@@ -90,6 +94,7 @@ class RankGroup {
   const int rank_, count_, parent_, first_, own_;
   const int64_t slot_bytes_, patience_;
   uint32_t piece_ = 0;
+  uint64_t pass_ = 0;
   std::unique_ptr<Wire> wire_;  // of the first rank of several machines
 };
 

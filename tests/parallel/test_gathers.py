@@ -253,6 +253,24 @@ def test_what_is_left_of_a_part_that_was_broken_off_is_dropped(make: Callable[..
     assert all(torch.equal(each, x.repeat(1, 2)) for each in got)
 
 
+@pytest.mark.parametrize("num_machines", [1, 2])
+def test_parts_of_another_pass_are_not_taken(num_machines: int, make: Callable[..., Group]) -> None:
+    group, x = make(2, num_machines), torch.randn(7, 32)
+    gather = [kernels.Gather(ranks, [32, 32]) for ranks in group.ranks]
+
+    def call(ranks: kernels.Ranks) -> Tensor:
+        return gather[ranks.shard.rank](x)
+
+    for _ in range(3):
+        for ranks in group.ranks:
+            ranks.begin()
+        assert all(torch.equal(each, x.repeat(1, 2)) for each in group.run(call))
+    group.ranks[0].begin()
+    assert any("computes something else" in str(each) for each in group.run(call))
+    group.restart()
+    assert all(torch.equal(each, x.repeat(1, 2)) for each in group.run(call))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -73,12 +73,12 @@ class RanksExecutor:
         """As Worker."""
         if self._cpus:
             move_thread(self._cpus)
-        self._send(Step(encode(batch), tuple(map(memoryview, states))))
+        self._send_next(Step(encode(batch), tuple(map(memoryview, states))))
         try:
             return self._worker.execute(batch, states)
-        except BaseException:
+        except BaseException as error:
             for failure in self._begin_anew():
-                raise error_named(failure.kind, failure.text)
+                raise error_named(failure.kind, failure.text) from error
             raise
 
     def states(self) -> States:
@@ -86,7 +86,11 @@ class RanksExecutor:
         return self._worker.states()
 
     def _send_pass(self, sequences: tuple[ScheduledSequence, ...], rows: list[int], is_first: bool) -> None:
-        self._send(DraftPass(encode(Batch(0, sequences)), rows, is_first))
+        self._send_next(DraftPass(encode(Batch(0, sequences)), rows, is_first))
+
+    def _send_next(self, message: Step | DraftPass) -> None:
+        self._ranks.begin()
+        self._send(message)
 
     def _send(self, message: Message) -> None:
         self._machines.send(message)

@@ -149,6 +149,7 @@ class Rank:
                 raise ValueError("a rank starts once")
 
     def _compute(self, message: Step | DraftPass) -> None:
+        self._ranks.begin()
         fault_point("rank.step")
         batch = decode(message.batch, Batch)
         if isinstance(message, Step):

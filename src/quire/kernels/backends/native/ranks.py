@@ -61,6 +61,10 @@ class Ranks:
         """Whether these are what `Gather.placed` returned in all ranks."""
         return self.shared is not None and logits.data_ptr() == self.shared.data_ptr()
 
+    def begin(self) -> None:
+        """Another pass begins: a rank that is still in the one before raises an error instead of mixing both."""
+        self.group.begin()
+
     def stop(self) -> None:
         """Let all ranks raise an error instead of waiting."""
         self.group.stop()
