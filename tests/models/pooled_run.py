@@ -12,9 +12,12 @@ from quire.models.layers.batch_tensors import BatchTensors
 
 @torch.inference_mode()
 def hidden_states(
-    model: Any, texts: Sequence[Sequence[int]], token_type_ids: Sequence[Sequence[int]] | None = None
+    model: Any,
+    texts: Sequence[Sequence[int]],
+    token_type_ids: Sequence[Sequence[int]] | None = None,
+    adapter: int | None = None,
 ) -> list[Tensor]:
-    """[num_tokens, hidden] of each text, of a model without a cache."""
+    """[num_tokens, hidden] of each text, of a model without a cache, with the adapter in this slot."""
     lens = [len(text) for text in texts]
     flat = [token for text in texts for token in text]
     types = None if token_type_ids is None else torch.tensor([i for ids in token_type_ids for i in ids])
@@ -26,6 +29,7 @@ def hidden_states(
         groups=(),
         logit_rows=torch.empty(0, dtype=torch.int64),
         token_type_ids=types,
+        adapters=None if adapter is None else torch.full((len(flat),), adapter),
     )
     return list(model(batch, []).split(lens))
 

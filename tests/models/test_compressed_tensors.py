@@ -21,6 +21,7 @@ from quire.kernels.backends import reference
 from quire.models.weights.loader import load_model, weight_bytes
 from quire.runner.memory_plan import plan_memory
 
+from .encoders import MODERN
 from .test_packed_integers import PROMPT, logits_of, rows_of
 
 ACTIVATIONS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
@@ -83,7 +84,7 @@ def quantized(to: Path, like: Path, stated: dict[str, Any], make: Any) -> tuple[
     torch.manual_seed(0)
     stored, plain = {}, {}
     for name, weight in load_file(like / "model.safetensors").items():
-        made = make(name, weight.shape) if "_proj" in name else None
+        made = make(name, weight.shape) if "_proj" in name or ".W" in name else None
         if made is None:
             stored[name] = plain[name] = weight
         else:
@@ -291,6 +292,19 @@ def check_product(matrix: Any, split: tuple[Tensor, Tensor, Tensor | None]) -> N
     x = torch.randn(5, matrix.k)
     padded = torch.nn.functional.pad(x, (0, split[0].shape[1] * 32 - matrix.k))
     assert torch.equal(kernels.matmul(x, matrix, None), reference.quantized_matmul(padded, *split, None, torch.float32))
+
+
+def test_an_encoder_whose_projections_are_stacked_reads_every_weight(tmp_path: Path) -> None:
+    fields = MODERN | {"hidden_size": 64, "intermediate_size": 96}
+    transformers.ModernBertModel(transformers.ModernBertConfig(**fields)).save_pretrained(tmp_path)
+    module, scales = PACKED[0]
+    config, plain = quantized(tmp_path, tmp_path, section(module), lambda _, shape: compressed(module, shape, scales))
+    pairs = zip(load_model(config).weighted_layers(), load_model(plain).weighted_layers(), strict=True)
+    stacked = [(layer, other) for (name, layer), (_, other) in pairs if name.endswith(("qkv_proj", "gate_up_proj"))]
+    assert len(stacked) == 8
+    for layer, other in stacked:
+        assert isinstance(layer.weight, kernels.QuantizedWeight)
+        assert torch.equal(rows_of(layer.weight), rows_of(other.weight))
 
 
 AGAIN: dict[str, tuple[dict[str, Any], Any]] = {

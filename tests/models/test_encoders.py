@@ -10,9 +10,12 @@ import transformers
 
 from quire import kernels
 from quire.common.batch import PooledRows, PoolSpec, ScheduledSequence
+from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.models.activations import activation_bytes
 from quire.models.adapters.adapter import projections
+from quire.models.adapters.peft import read_adapter
+from quire.models.adapters.slots import AdapterSlots, adapter_reserve
 from quire.models.weights.loader import load_model
 from quire.runner import text_graphs
 from quire.runner.pooling import PooledReader
@@ -22,6 +25,7 @@ from tests.kernels.paged import same_bits
 from tests.models.encoders import BOTH_WAYS, ENCODERS
 from tests.models.pooled_run import hidden_states, pooled
 from tests.models.test_activations import Watched
+from tests.models.test_adapters import peft_adapter
 
 TEXTS = [[2, *range(5, 5 + n), 3] for n in (1, 40, 7, 17)]
 EMBED = PoolSpec("embed")
@@ -127,6 +131,29 @@ def test_projections_that_make_heads_of_distances_take_no_adapters(save_encoder:
     model = load_model(ModelConfig.resolve(save_encoder(family, "Model", **fields)[0]))
     names = {name.rpartition(".")[2] for _, names in projections(model) for name in names}
     assert names == {"o_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of peft
+@pytest.mark.parametrize("variant", ENCODERS | BOTH_WAYS)
+def test_adapters_of_encoders_are_those_of_peft(variant: str, save_encoder: Any, tmp_path: Path) -> None:
+    family, fields = (ENCODERS | BOTH_WAYS)[variant]
+    folder, base = save_encoder(family, "Model", **fields)
+    config = ModelConfig.resolve(folder)
+    model = load_model(config)
+    left_out = ("pooler", "_proj") if family == "DebertaV2" else ("pooler",)
+    linears = [name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)]
+    wanted = [name for name in linears if not any(part in name for part in left_out)]
+    adapter, oracle = peft_adapter(tmp_path / "adapter", base, r=4, lora_alpha=8, target_modules=wanted)
+    slots = AdapterSlots(model, LoRAConfig(2, 8))
+    assert adapter_reserve(config, LoRAConfig(2, 8)) > 0
+    slots.load(1, read_adapter(adapter, model, 8))
+    for text, plain, hidden in zip(
+        TEXTS, hidden_states(model, TEXTS), hidden_states(model, TEXTS, adapter=1), strict=True
+    ):
+        with torch.no_grad():
+            expected = oracle(torch.tensor([text])).last_hidden_state[0]
+        torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
+        assert (hidden - plain).abs().max() > 0.01
 
 
 def scheduled(text: list[int], spec: PoolSpec = EMBED, **how: Any) -> ScheduledSequence:

@@ -1,8 +1,11 @@
 """AsyncLLM.encode: the vectors of LLM, also if engines die meanwhile."""
 
 import asyncio
+import json
+import shutil
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from quire import (
     EngineDeadError,
     InvalidParamsError,
     InvalidPromptError,
+    LoRARequest,
     PoolingParams,
     PromptTooLongError,
     RequestError,
@@ -22,6 +26,8 @@ from quire import (
 from quire.engine.process import messages
 from tests.async_llm.door import Door
 from tests.async_llm.local_engine import local_llm
+from tests.models.adapters import make_tensors, tiny_sizes, write_adapter
+from tests.server.in_process import Server, state_over
 
 from .models import BROKEN, NAN, TinyEmbedder, TinyEncoder, made_llm
 
@@ -247,3 +253,73 @@ def test_vectors_pass_through_a_message_bit_by_bit() -> None:
         assert vectors.unpack().tobytes() == array.tobytes()
         assert vectors.unpack().shape == array.shape
     assert messages.Vectors.pack(None) is None
+
+
+@pytest.fixture
+def adapted(tmp_path: Path) -> Iterator[tuple[PoolingDoor, LoRARequest]]:
+    """A decoder that pools, and an adapter that it knows and that its engine has not loaded."""
+    with made_llm(TinyEmbedder, enable_lora=True) as llm, closing(PoolingDoor(llm, llm)) as door:
+        tensors = make_tensors(tiny_sizes(llm.engine.model_config), 2)
+        adapter = LoRARequest("ax", 1, str(write_adapter(tmp_path / "ax", tensors, r=2, lora_alpha=2)))
+        door.run(door.llm.add_lora(adapter))
+        yield door, adapter
+        door.run(door.drained())
+
+
+def test_an_adapter_that_cannot_be_loaded_fails_its_texts(adapted: tuple[PoolingDoor, LoRARequest]) -> None:
+    door, adapter = adapted
+    shutil.rmtree(adapter.lora_path)
+    for prompts in ([[7, 8]], [[7, 8], [7, 9]]):
+        ids = [door.new_id() for _ in prompts]
+        with pytest.raises(RequestError, match="adapter 'ax' could not be loaded"):
+            door.run(door.llm.encode_many(prompts, PoolingParams(), ids, lora_request=adapter))
+    assert [event[1] for event in door.record.of("end")] == ["error"] * 3
+    assert door.run(door.encode([7, 8])).error is None
+
+    server = Server(state_over(door.llm, "base"))
+    for path, body in (
+        ("/v1/embeddings", {"input": ["a", "b"]}),
+        ("/pooling", {"input": "a", "encoding_format": "bytes"}),
+        ("/classify", {"input": "a"}),
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/rerank", {"query": "a", "documents": ["b"]}),
+        ("/v2/embed", {"texts": ["a"]}),
+        ("/api/embed", {"input": "a"}),
+    ):
+        answer = door.run(server.request("POST", path, json.dumps({"model": "ax"} | body).encode()))
+        assert (answer.status, b"adapter 'ax' could not be loaded" in answer.body) == (400, True), answer.body
+
+
+def test_vectors_that_are_too_many_for_a_message_fail_their_text(
+    door: PoolingDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 3000)
+    with pytest.raises(RequestError, match="too many to be sent"):
+        door.run(door.encode([7] * 40, task="token_embed"))
+    assert door.run(door.encode([7, 8])).error is None
+    door.run(door.drained())
+
+
+def test_a_text_that_is_aborted_says_so_and_the_others_are_computed(
+    door: PoolingDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def encode() -> list[Any]:
+        task = asyncio.ensure_future(door.llm.encode_many([[7, 8]] * 30, PoolingParams(), ids))
+        while not sent:
+            await asyncio.sleep(0)
+        await door.llm.abort(ids[-1])  # two run in a step
+        return await task
+
+    sent, ids = door.sent(monkeypatch), [door.new_id() for _ in range(30)]
+    *others, aborted = door.run(encode())
+    assert (aborted.error, aborted.finished, aborted.outputs.data.size) == ("the request was aborted", True, 0)
+    assert all(other.error is None and other.outputs.data.size for other in others)
+    door.run(door.drained())
+
+
+@pytest.mark.parametrize("num_ids", [0, 1, 69, 71])
+def test_another_number_of_ids_is_refused_before_any_text_is_sent(door: PoolingDoor, num_ids: int) -> None:
+    num_started = len(door.record.of("start"))
+    with pytest.raises(RequestError, match=f"{num_ids} request_ids for 70 prompts"):
+        door.run(door.llm.encode_many([[7, 8]] * 70, PoolingParams(), [door.new_id() for _ in range(num_ids)]))
+    assert len(door.record.of("start")) == num_started

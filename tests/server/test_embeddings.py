@@ -347,3 +347,7 @@ def test_ollama_s_forms(embedder, expected):
     assert embedder.post("/api/embeddings", {"model": "alias", "prompt": TEXTS[0]}).json == {"embedding": expected[0]}
     assert embedder.post("/api/embed", {"model": "alias", "input": "b " * 500}).status == 200
     assert embedder.post("/api/embed", {"model": "alias", "input": "b " * 500, "truncate": False}).status == 400
+    for empty in ("", []):
+        told = embedder.post("/api/embed", {"model": "alias", "input": empty})
+        assert (told.status, told.json["embeddings"], told.json["prompt_eval_count"]) == (200, [], 0)
+    assert embedder.post("/api/embeddings", {"model": "alias", "prompt": ""}).json == {"embedding": []}

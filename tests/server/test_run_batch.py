@@ -18,7 +18,7 @@ MAX_BODY = 4096
 
 
 class Echo:
-    """An application that answers with the body it was sent; `status` and `wait` in it say how."""
+    """An application that answers with the body it was sent; `status`, `steps` and `kind` in it say how."""
 
     def __init__(self):
         self.num_running = self.most_running = self.num_answered = 0
@@ -39,7 +39,8 @@ class Echo:
         self.num_answered += 1
         self.is_running = self.is_running and self.num_answered != self.dies_after
         status = body.get("status", 200) if self.is_running else 503
-        headers = [(b"Content-Type", b"application/json"), (b"X-Request-ID", b"req-%d" % self.num_answered)]
+        kind = body.get("kind", "application/json").encode()
+        headers = [(b"Content-Type", kind), (b"X-Request-ID", b"req-%d" % self.num_answered)]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         text = json.dumps({"echo": body})
         await send({"type": "http.response.body", "body": text[:5].encode(), "more_body": True})
@@ -125,6 +126,8 @@ def test_answers_come_out_in_the_order_of_the_input_many_at_once(batch):
         ({"custom_id": "a", "url": PATH, "body": {}, "method": "GET"}, "invalid_method", "a"),
         ({"custom_id": "a", "url": "/v1/else", "body": {}}, "invalid_url", "a"),
         ({"custom_id": "a", "url": PATH, "body": {"stream": True}}, "invalid_body", "a"),
+        ({"custom_id": "a", "url": PATH, "body": {"kind": "application/octet-stream"}}, "not_json", "a"),
+        ({"custom_id": "a", "url": PATH, "body": {"kind": "text/plain; charset=utf-8"}}, "not_json", "a"),
         (b"x" * 200_000, "line_too_long", None),
     ],
 )
@@ -237,14 +240,26 @@ def test_the_command_answers_with_the_model(batch, capsys):
         {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def", "max_tokens": 3}},
         {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", "body": chat},
         {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": "3"}},
+        b'{"custom_id": "d", "url": "/v1/completions", "body": {"prompt": "x", "stream": "\xff"}}',
+        *(
+            {"custom_id": url + str(wanted), "url": url, "body": {"model": "quire-tiny"} | body | wanted}
+            for url, body in (("/api/generate", {"prompt": "def"}), ("/api/chat", {"messages": chat["messages"]}))
+            for wanted in ({}, {"stream": None}, {"stream": True}, {"stream": False, "options": {"num_predict": 3}})
+        ),
     )
     arguments = ["-i", str(batch.source), "-o", str(batch.output), "--num-gpu-blocks-override", "64"]
     assert main(["run-batch", *arguments, "--max-model-len", "256"]) == 1
-    completion, answer, refused = (row["response"] for row in batch.rows)
+    completion, answer, refused, malformed = (row["response"] for row in batch.rows[:4])
     assert completion["body"]["usage"]["completion_tokens"] == 3
     assert answer["body"]["choices"][0]["message"]["role"] == "assistant"
     assert refused["status_code"] == 400
     assert refused["body"]["error"]["param"] == "max_tokens"
+    assert malformed["status_code"] == 400
+    for rows in (batch.rows[4:8], batch.rows[8:]):
+        for row in rows[:3]:
+            assert (row["response"], row["error"]["code"]) == (None, "invalid_body")
+            assert row["error"]["message"].startswith("stream: ")
+        assert rows[3]["response"]["body"]["eval_count"] == 3
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("quire: 3 lines are done, of which 1 failed: see 'error', or 'response' with")
+    assert said.startswith("quire: 12 lines are done, of which 8 failed: see 'error', or 'response' with")
     assert said.endswith(f" in {batch.output}")

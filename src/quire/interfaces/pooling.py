@@ -61,7 +61,7 @@ def check_pooling_params(params: Any) -> PoolingParams:
 
 
 def pooling_output(output: RequestOutput, kind: type[_Request], outputs: type[PoolingOutput]) -> _Request:
-    """Return the output of a pooling request as one of the classes that callers know."""
+    """Return the output of a pooling request, which has ended, as one of the classes that callers know."""
     data = np.zeros(0, np.float32) if output.pooled is None else output.pooled
     return kind(
         output.request_id,
@@ -71,7 +71,7 @@ def pooling_output(output: RequestOutput, kind: type[_Request], outputs: type[Po
         output.num_cached_tokens,
         output.prompt,
         output.metrics,
-        output.error,
+        output.error if output.error or output.pooled is not None else "the request was aborted",
         output.lora_request,
     )
 

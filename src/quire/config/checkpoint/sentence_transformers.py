@@ -83,6 +83,7 @@ class SentenceConfig:
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Name -> what is put before a text of that kind."""
     default_prompt_name: str | None = None
+    """The prompt that sentence-transformers uses unless another is chosen. Not applied here, as in vLLM."""
 
 
 def read_sentence_config(folder: Path) -> SentenceConfig:

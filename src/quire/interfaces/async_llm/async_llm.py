@@ -173,8 +173,9 @@ class AsyncLLM:
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         """Yield the one output of a pooling request: what the model makes of a text, as the parameters' task says.
 
-        The errors are those of `generate`. If the request's own work fails, RequestFailedError is raised. For the
-        output under another class, such as EmbeddingRequestOutput, see `pooling_output`.
+        Raises the errors of `generate`, RequestError also for what only the engine finds, such as an adapter that
+        cannot be loaded, and RequestFailedError if the request's own work fails. `abort` ends it with an output that
+        has an `error`. For the output under another class, see `pooling_output`.
         """
         params = check_pooling_params(pooling_params)
         params = params if priority is None else msgspec.structs.replace(params, priority=priority)
@@ -189,7 +190,8 @@ class AsyncLLM:
         lora_request: AnyAdapter = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return the outputs of several pooling requests, as `encode` yields them. They go to the engine in few
-        messages. If one fails, its error is raised, and the others are aborted, as they are if the call is cancelled.
+        messages. If one fails, its error is raised, and the others are aborted, as they are if the call is cancelled;
+        a request that `abort` ends does not fail the others. RequestError if there is not one id for each prompt.
         """
         params = check_pooling_params(pooling_params)
         await self._begin()
@@ -318,7 +320,8 @@ class AsyncLLM:
         await self.group.restart(drain_timeout_s)
 
     async def abort(self, request_id: str) -> None:
-        """End a request now; its last output has the finish reason `abort`. Does nothing for an unknown id."""
+        """End a request now; its last output has the finish reason `abort`, and that of a pooling request an `error`.
+        Does nothing for an unknown id."""
         if self._start_args is None:
             self._requests.abort(request_id)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from quire.common.errors import failures_named
+from quire.common.errors import RequestError, failures_named
 from quire.common.outputs import PoolingOutput, PoolingRequestOutput
 from quire.common.params import PoolingParams
 from quire.engine.adapters import AnyAdapter
@@ -61,6 +61,9 @@ class Intake:
         self, request_ids: Sequence[str], prompts: Sequence[Prompt], params: PoolingParams, lora_request: AnyAdapter
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return what is pooled from the prompts. If one fails, the others are aborted and its error is raised."""
+        if len(request_ids) != len(prompts):
+            message = f"{len(request_ids)} request_ids for {len(prompts)} prompts: give one id for each prompt"
+            raise RequestError(message)
         requests, changed = list[RequestState](), asyncio.Event()
         try:
             for start in range(0, len(prompts), _AT_ONCE):

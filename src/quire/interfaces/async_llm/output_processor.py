@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from quire.common.batch import TokenLogprobs
-from quire.common.errors import EngineDeadError, QuireError, failures_named
+from quire.common.errors import EngineDeadError, QuireError, RequestError, failures_named
 from quire.common.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.engine.process.messages import AddAny, AddRequest, Progress, RequestDelta, SequenceDelta
 from quire.engine.requests.output import OutputBuilder, SampleOutput, text_of
@@ -100,9 +100,11 @@ class RequestState:
             raise
 
     def raise_failure(self) -> None:
-        """Raise the error if the request has failed."""
+        """Raise the error if the request has failed. A pooling request has no output beside an error of the engine."""
         if self._failure is not None:
             raise self._failure
+        if self.outputs.pooling is not None and self.outputs.error is not None:
+            raise RequestError(self.outputs.error)
 
     async def _make_logprobs(self) -> None:
         """Convert log-probabilities a few rows at a time, and let other requests run in between."""

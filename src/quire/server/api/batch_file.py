@@ -26,6 +26,7 @@ from quire.common.faults import fault_write
 
 MAX_FRAME_BYTES = 64 * 1024
 """Maximum size of a line, not counting its body."""
+_STREAMS_BY_DEFAULT = ("/api/chat", "/api/generate")
 
 
 class BatchRequest(msgspec.Struct):
@@ -141,7 +142,12 @@ class BatchRun:
             result.error = BatchError("duplicate_custom_id", message)
         if result.error is None:
             status, headers, body = await call(self.app, request.url, bytes(request.body))
-            result.response = BatchResponse(status, headers.get("x-request-id", ""), msgspec.Raw(body))
+            kind = headers.get("content-type", "").partition(";")[0]
+            if kind == "application/json":
+                result.response = BatchResponse(status, headers.get("x-request-id", ""), msgspec.Raw(body))
+            else:
+                message = f"the response has status {status} and the type {kind!r}: only JSON fits into a line"
+                result.error = BatchError("not_json", message)
         return result
 
     def _refusal(self, request: BatchRequest) -> BatchError | None:
@@ -151,10 +157,13 @@ class BatchRun:
             message = f"url={request.url[:100]!r}: must be one of {', '.join(sorted(self.paths))}"
             return BatchError("invalid_url", message)
         try:
-            streams = bool(msgspec.json.decode(request.body, type=_Body).stream)
-        except (msgspec.DecodeError, RecursionError):
-            streams = False  # the endpoint says what is wrong with the body
-        return BatchError("invalid_body", "stream: not supported in batch files") if streams else None
+            stream = msgspec.json.decode(request.body, type=_Body).stream
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            stream = False  # the endpoint says what is wrong with the body
+        if stream is None and request.url in _STREAMS_BY_DEFAULT:
+            message = f"stream: must be false, since {request.url} streams by default; not supported in batch files"
+            return BatchError("invalid_body", message)
+        return BatchError("invalid_body", "stream: not supported in batch files") if stream else None
 
 
 def _numbered(lines: Iterable[bytes | None]) -> Iterator[tuple[int, bytes | None, bool]]:

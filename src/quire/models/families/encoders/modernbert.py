@@ -1,6 +1,7 @@
 """ModernBERT (Warner et al. 2024): rotated heads, gated MLPs, norms in front, and windows in most layers."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig, rope_config
@@ -20,6 +21,7 @@ _MODES = {"cls": "first", "mean": "mean"}
 class ModernBert(Encoder):
     """The first layer's attention has no norm before it; that of the embeddings serves."""
 
+    fused: ClassVar = {}
     renames = (
         (r"^model\.", ""),
         (r"^embeddings\.tok_embeddings\.", "embed_tokens."),

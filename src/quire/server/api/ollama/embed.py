@@ -24,8 +24,9 @@ from quire.server.http.state import context_of, state_of
 async def embed(request: Request) -> ASGIApp:
     """POST /api/embed"""
     body = await read_struct(request, api.EmbedRequest)
-    texts = [body.input] if isinstance(body.input, str) else body.input
-    check_count(len(texts), "input")
+    texts = body.input if isinstance(body.input, list) else [body.input] if body.input else []
+    if texts:
+        check_count(len(texts), "input")
     start_ns = time.monotonic_ns()
     outputs, loaded_ns = await _embed(request, body, texts, body.dimensions, body.truncate is not False)
     name = context_of(request).model
@@ -48,8 +49,8 @@ async def embed(request: Request) -> ASGIApp:
 async def embed_one(request: Request) -> ASGIApp:
     """POST /api/embeddings"""
     body = await read_struct(request, api.EmbedOneRequest)
-    outputs, _ = await _embed(request, body, [body.prompt], None, True)
-    return json_response(api.OneEmbedding(embedding=outputs[0].outputs.data.tolist()))
+    outputs, _ = await _embed(request, body, [body.prompt] if body.prompt else [], None, True)
+    return json_response(api.OneEmbedding(embedding=outputs[0].outputs.data.tolist() if outputs else []))
 
 
 async def _embed(
@@ -59,7 +60,8 @@ async def _embed(
     dimensions: int | None,
     truncates: bool,
 ) -> tuple[list[Output], int]:
-    """The outputs, and when the model had been loaded, in nanoseconds. Long texts are cut, as Ollama does."""
+    """The outputs, and when the model had been loaded, in nanoseconds. Long texts are cut, as Ollama does; without any
+    text, the model is only loaded."""
     models, context = state_of(request).models, context_of(request)
     entry = models.find(body.model)
     fields = EmbeddingRequest(model=body.model, truncate_prompt_tokens=-1 if truncates else None)
