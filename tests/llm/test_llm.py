@@ -4,6 +4,9 @@ import dataclasses
 import logging
 import re
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 from typing import Any
 
@@ -304,3 +307,23 @@ def test_an_end_outside_the_vocabulary_does_not_fail_requests_with_min_tokens() 
     llm = LLM(override_generation_config={"eos_token_id": [8192, 9999]}, num_gpu_blocks_override=6, max_model_len=32)
     (output,) = generate(llm, "def", SamplingParams(temperature=0, max_tokens=4, min_tokens=2))
     assert (output.error, output.outputs[0].finish_reason) == (None, "length")
+
+
+def test_a_forked_child_makes_an_llm_of_its_own() -> None:
+    """In a process of its own, whose threads are only those of the first LLM."""
+    code = """
+        import multiprocessing, sys
+        from quire import LLM, SamplingParams
+
+        def answer():
+            llm = LLM(num_gpu_blocks_override=6, max_model_len=32)
+            return llm.generate("def", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0].outputs[0].text
+
+        expected = answer()
+        child = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(answer() != expected))
+        child.start()
+        child.join(60)
+        child.kill()
+        sys.exit(child.exitcode)
+    """
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False).returncode == 0

@@ -1,7 +1,11 @@
 """One process's share of the engine: its threads, weights, cache memory and runner."""
 
+import os
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
+
+import torch
 
 from quire import kernels
 from quire.common.batch import Batch, ScheduledSequence, StepResult
@@ -178,4 +182,11 @@ class Worker:
 
 def make_worker(config: EngineConfig, kv_cache: KVCacheConfig, ranks: kernels.Ranks | None = None) -> Worker:
     """The worker of an engine, or one of its ranks, with the model loaded. Raises what loading raises."""
+    _use_one_torch_thread_after_forks()
     return Worker(config.model, kv_cache, config.parallel, config.logprobs_mode, config.lora, config.draft, ranks)
+
+
+@cache
+def _use_one_torch_thread_after_forks() -> None:
+    """torch's threads do not exist in a forked child, where its operators would wait for them for ever."""
+    os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
