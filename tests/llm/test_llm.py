@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import re
 import signal
 import subprocess
@@ -316,14 +317,16 @@ def test_a_forked_child_makes_an_llm_of_its_own() -> None:
         from quire import LLM, SamplingParams
 
         def answer():
-            llm = LLM(num_gpu_blocks_override=6, max_model_len=32)
+            llm = LLM(kv_cache_memory="32MiB")
             return llm.generate("def", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0].outputs[0].text
 
         expected = answer()
         child = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(answer() != expected))
         child.start()
-        child.join(60)
+        child.join(30)
         child.kill()
         sys.exit(child.exitcode)
     """
-    assert subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False).returncode == 0
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
