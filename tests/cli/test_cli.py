@@ -175,6 +175,15 @@ def test_a_closed_pipe_ends_a_command_quietly() -> None:
     assert (result.returncode, result.stderr) == (141, b"")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_output_that_cannot_be_written_is_an_error_of_one_line() -> None:
+    command = [sys.executable, "-m", "quire", "plan"]
+    with open("/dev/full", "wb") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=300)
+    assert result.returncode == 2
+    assert result.stderr == b"quire: the output cannot be written: No space left on device\n"
+
+
 def test_plan_reads_no_weights(tmp_path: Path, run: Run) -> None:
     from quire.config.model import ModelConfig
 
