@@ -19,6 +19,7 @@ from quire.cli import main
 from quire.cli.bench import throughput
 from quire.common.batch import Batch, StepResult
 from quire.config.model import ModelConfig
+from quire.interfaces.engine_owner import EngineOwner
 from quire.kernels import isa
 
 from ..scripted_engine import RecitingExecutor, recital
@@ -85,6 +86,20 @@ def test_wrong_sampling_options_are_refused_before_the_model_is_loaded(
     assert status == 2
     assert said in err
     assert not loaded
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["chat"], ["demo"], ["bench", "throughput"]])
+@pytest.mark.parametrize("option", ["--data-parallel-size 2", "--distributed-executor-backend ray"])
+def test_several_engines_are_refused_before_they_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str], option: str
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(EngineOwner, "__init__", lambda *args, **kwargs: made.append(kwargs))
+    monkeypatch.setattr(EngineOwner, "from_engine_args", made.append)
+    assert main([*command, *option.split()]) == 2
+    assert made == []
+    error = f"quire: {option}: `quire {command[0]}` runs one engine, in its own process: leave the option out, or use "
+    assert capsys.readouterr().err == error + "`quire serve`, `quire run-batch` or LLM in Python\n"
 
 
 def test_options_may_have_underscores(run: Run, loaded: dict[str, Any]) -> None:
@@ -158,6 +173,15 @@ def test_a_closed_pipe_ends_a_command_quietly() -> None:
     )
     os.close(write_end)
     assert (result.returncode, result.stderr) == (141, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_output_that_cannot_be_written_is_an_error_of_one_line() -> None:
+    command = [sys.executable, "-m", "quire", "plan"]
+    with open("/dev/full", "wb") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=300)
+    assert result.returncode == 2
+    assert result.stderr == b"quire: the output cannot be written: No space left on device\n"
 
 
 def test_plan_reads_no_weights(tmp_path: Path, run: Run) -> None:

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,6 +62,23 @@ def test_a_killed_engine_loses_nothing(several: LLM, one: LLM) -> None:
     prompts = [f"{number}." for number in range(8)]
     got, wanted = ([o.outputs[0].token_ids for o in llm.generate(prompts, long)] for llm in (several, one))
     assert got == wanted
+
+
+def test_a_program_may_end_without_closing_its_engines() -> None:
+    """Python's executors take no more work by then. What `place` has found is given back all the same."""
+    program = """
+from dataclasses import replace
+from quire import LLM
+from quire.interfaces.async_llm import starting
+place = starting.place
+starting.place = lambda args: replace(place(args), close=lambda: print("given back"))
+llm = LLM(data_parallel_size=2, num_threads=1, num_gpu_blocks_override=64, max_model_len=256)
+print(len(llm.generate("a", use_tqdm=False)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "1\ngiven back\n")
+    assert "Traceback" not in done.stderr
+    assert "Error" not in done.stderr
 
 
 def test_what_needs_one_engine_says_so(several: LLM) -> None:

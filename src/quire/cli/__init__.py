@@ -2,6 +2,7 @@
 
 import argparse
 import atexit
+import errno
 import gc
 import importlib
 import os
@@ -32,6 +33,7 @@ _FOLDERS = dict.fromkeys(("chat", "top"), "terminal.")
 _EXIT_WRONG = 2
 _EXIT_INTERRUPTED = 130
 _EXIT_BROKEN_PIPE = 141
+_WRITE_ERRORS = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,9 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
             sys.stdout.flush()  # here, because an exception at exit could not be caught
-    except BrokenPipeError:  # the reader has gone away, as in `quire generate | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in _WRITE_ERRORS:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in the buffer
+        if error.errno == errno.EPIPE:  # the reader has gone away, as in `quire generate | head -1`
+            return _EXIT_BROKEN_PIPE
+        print(f"quire: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return _EXIT_WRONG
 
 
 def _run(arguments: list[str]) -> int:

@@ -1,7 +1,8 @@
 """Embed texts, one in each line of a file or of standard input.
 
 Each text gives one line of JSON on standard output, with `index`, `text` and `embedding`. With --output, the embeddings
-are saved as one NumPy array [num_texts, dimensions] of float32 instead. Empty lines are skipped.
+are saved as one NumPy array [num_texts, dimensions] of float32 instead. Input and output are UTF-8. Empty lines are
+skipped. The first text that is invalid ends the command with an error; the lines of the texts before it are printed.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import sys
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from quire.cli.arguments.options import add_engine_arguments, add_model_argument, load_llm
 from quire.common.errors import InvalidPromptError, PromptTooLongError, QuireError
@@ -23,9 +26,13 @@ if TYPE_CHECKING:
     import numpy as np
 
     from quire.common.outputs import EmbeddingRequestOutput
+    from quire.interfaces.llm import LLM
 
-_PIECE = 16_384
-"""Number of texts that are read and embedded at once, so that memory does not grow with the file."""
+_PIECE = 256
+"""The most lines that are read before their texts are embedded and printed. Larger pieces are not faster."""
+_READ_BYTES = 1024**2
+_Text = tuple[str, str]
+"""How messages name a text, such as "line 3", and the text."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,70 +56,110 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read the texts, load the model, and print or save the embeddings."""
+    from quire.common.progress import progress
+
     params = PoolingParams(
         task="embed",
         dimensions=options.dimensions,
         normalize=options.normalize,
         truncate_prompt_tokens=options.truncate_prompt_tokens,
     )
-    if options.output is not None and not options.output.endswith(".npy"):
-        raise InvalidPromptError(f"--output {options.output!r}: the name must end in .npy")
-    texts = _texts(options)
-    first = list(islice(texts, _PIECE))
-    if not first:
-        raise InvalidPromptError("no text was given: use --text, --file or standard input")
-    options.runner = getattr(options, "runner", "pooling")
-    llm, start = load_llm(options), 0
-    arrays: list[np.ndarray] = []
-    piece = first
-    while piece:
-        try:
-            outputs = llm.embed(piece, pooling_params=params)
-        except PromptTooLongError as error:
-            raise PromptTooLongError(f"of the texts from number {start} on, {error}") from error
-        _check(outputs, start)
-        if options.output is None:
-            for i, (text, output) in enumerate(zip(piece, outputs, strict=True), start=start):
-                row = {"index": i, "text": text, "embedding": output.outputs.embedding}
-                print(json.dumps(row, ensure_ascii=False))
-        else:
-            arrays += [output.outputs.data for output in outputs]
-        start += len(piece)
-        piece = list(islice(texts, _PIECE))
-    if options.output is not None:
-        _save(arrays, Path(options.output))
+    with nullcontext() if options.output is None else _array_file(options.output) as file:
+        pieces = filter(None, _pieces(options))
+        first = next(pieces, None)
+        if first is None:
+            raise InvalidPromptError("no text was given: use --text, --file or standard input")
+        options.runner = getattr(options, "runner", "pooling")
+        llm, indices = load_llm(options, one_engine=False), count()
+        arrays: list[np.ndarray] = []
+        has_bar = file is not None or not sys.stdout.isatty()
+        with progress("Texts", 0, "text") if has_bar else nullcontext(lambda num: None) as advance:
+            for piece in chain([first], pieces):
+                for text, output in _embedded(llm, piece, params):
+                    if file is None:
+                        row = {"index": next(indices), "text": text, "embedding": output.outputs.embedding}
+                        sys.stdout.buffer.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+                    else:
+                        arrays.append(output.outputs.data)
+                sys.stdout.buffer.flush()
+                advance(len(piece))
+        if file is not None:
+            import numpy
+
+            numpy.save(file, numpy.stack(arrays))
     return 0
 
 
-def _texts(options: argparse.Namespace) -> Iterator[str]:
+def _pieces(options: argparse.Namespace) -> Iterator[list[_Text]]:
+    """Yield the texts in pieces, which may be empty. Raises InvalidPromptError for a text that is not UTF-8, after the
+    texts before it."""
+    kind, number = ("line" if options.text is None else "text"), 0
+    for lines in _lines(options):
+        piece: list[_Text] = []
+        for line in lines:
+            number += 1
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                yield piece
+                raise InvalidPromptError(f"{kind} {number} is not UTF-8: {error}") from error
+            if text.strip() or kind == "text":
+                piece.append((f"{kind} {number}", text))
+        yield piece
+
+
+def _lines(options: argparse.Namespace) -> Iterator[list[bytes]]:
+    """Yield the texts of the command line, or the lines of the input that can be read without waiting."""
     if options.text is not None:
-        yield from options.text
+        yield [text.encode("utf-8", "surrogateescape") for text in options.text]
         return
-    name = options.file or "-"
+    name, rest = options.file or "-", b""
     try:
-        with sys.stdin if name == "-" else Path(name).open(encoding="utf-8") as file:
-            yield from (text for line in file if (text := line.rstrip("\r\n")).strip())
-    except (OSError, UnicodeDecodeError) as error:
+        with sys.stdin.buffer if name == "-" else Path(name).open("rb") as file:
+            while read := os.read(file.fileno(), _READ_BYTES):
+                rest += read
+                lines = rest[: (end := rest.rfind(b"\n") + 1)].splitlines()
+                yield from (lines[start : start + _PIECE] for start in range(0, len(lines), _PIECE))
+                rest = rest[end:]
+            yield rest.splitlines()
+    except OSError as error:
         raise InvalidPromptError(f"the file {name!r} cannot be read: {error}") from error
 
 
-def _check(outputs: list[EmbeddingRequestOutput], start: int) -> None:
-    for i, output in enumerate(outputs, start=start):
-        if output.error is not None:
-            raise InvalidPromptError(f"text {i}: {output.error}")
-
-
-def _save(rows: list[np.ndarray], path: Path) -> None:
-    """Write the file whole or not at all."""
-    import numpy as np
-
-    partial = path.with_name(path.name + ".tmp")
+def _embedded(llm: LLM, piece: Sequence[_Text], params: PoolingParams) -> Iterator[tuple[str, EmbeddingRequestOutput]]:
+    """Yield texts and their outputs. Raises the error of the first text that has one, after the texts before it."""
     try:
-        with partial.open("wb") as file:
-            np.save(file, np.stack(rows))
+        outputs = llm.embed([text for _, text in piece], use_tqdm=False, pooling_params=params)
+    except PromptTooLongError as error:  # one of the texts is too long, and none was computed
+        if len(piece) == 1:
+            raise PromptTooLongError(f"{piece[0][0]}: {str(error).removeprefix('prompt 0: ')}") from error
+        half = len(piece) // 2
+        yield from _embedded(llm, piece[:half], params)
+        yield from _embedded(llm, piece[half:], params)
+        return
+    for (name, text), output in zip(piece, outputs, strict=True):
+        if output.error is not None:
+            raise InvalidPromptError(f"{name}: {output.error}")
+        yield text, output
+
+
+@contextmanager
+def _array_file(name: str) -> Iterator[BinaryIO]:
+    """A temporary file, which takes the place of the file `name`, or of the file that a symbolic link `name` points to,
+    if the block ends without an error. Raises QuireError if it cannot be created."""
+    path = Path(os.path.realpath(name))
+    if path.is_dir() or not name.endswith(".npy"):
+        raise InvalidPromptError(f"--output {name!r}: must be a file, and the name must end in .npy")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        file = partial.open("xb")
+    except OSError as error:
+        raise QuireError(f"the embeddings cannot be written to {name!r}: {error.strerror}") from error
+    try:
+        with file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except OSError as error:
+    finally:
         partial.unlink(missing_ok=True)
-        raise QuireError(f"the embeddings cannot be written to {str(path)!r}: {error}") from error

@@ -184,8 +184,10 @@ class EngineProcesses:
 
 def _close(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     """End the engines and their event loop, when the EngineProcesses is no longer used or Python ends."""
-    asyncio.run_coroutine_threadsafe(_shut_down(llm), loop).result()
-    _end_loop(loop, thread)
+    try:
+        asyncio.run_coroutine_threadsafe(_shut_down(llm), loop).result()
+    finally:
+        _end_loop(loop, thread)
 
 
 async def _shut_down(llm: AsyncLLM) -> None:

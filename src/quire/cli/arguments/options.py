@@ -58,12 +58,21 @@ def engine_kwargs(options: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def load_llm(options: argparse.Namespace) -> LLM:
-    """Load the model that the options name."""
+def load_llm(options: argparse.Namespace, *, one_engine: bool = True) -> LLM:
+    """Load the model that the options name. Raises ConfigError if it would run in other processes and the command
+    needs `one_engine` in this one."""
+    args = EngineArgs(**engine_kwargs(options))
+    if one_engine and args.has_own_processes:
+        several = args.data_parallel_size > 1
+        option = f"--data-parallel-size {args.data_parallel_size}" if several else "--distributed-executor-backend ray"
+        raise ConfigError(
+            f"{option}: `quire {options.command}` runs one engine, in its own process: leave the option out, or use "
+            "`quire serve`, `quire run-batch` or LLM in Python"
+        )
     with collection_paused():
         from quire.interfaces.llm import LLM  # imported late because it loads torch
 
-    return LLM(**engine_kwargs(options))
+    return LLM.from_engine_args(args)
 
 
 def add_lora_argument(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,7 @@ from quire.interfaces.async_llm.adapters import EngineAdapters
 from quire.interfaces.async_llm.cache_watchers import CacheWatchers
 from quire.interfaces.async_llm.dispatcher import Dispatcher
 from quire.interfaces.async_llm.supervisor import Supervisor
+from quire.interfaces.launch.link import run_in_thread
 
 
 class EngineControls:
@@ -173,4 +174,4 @@ class EngineGroup:
         self._requests.is_closing = True
         await asyncio.gather(*[engine.close() for engine in self.engines])
         give_back, self._give_back = self._give_back, lambda: None
-        await asyncio.to_thread(give_back)
+        await run_in_thread(give_back)

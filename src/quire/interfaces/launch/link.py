@@ -109,11 +109,22 @@ class ProcessLink:
     async def end(self) -> str:
         """Close the socket, wait for the process to end, and return a description of how it ended."""
         self._writer.close()
-        waiting = asyncio.get_running_loop().run_in_executor(None, _wait_for, self._process)
-        await asyncio.shield(waiting)  # continues where the event loop ends
+        await run_in_thread(_wait_for, self._process)
         status = self._process.returncode
         ended = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
         return f"its process {ended}"
+
+
+async def run_in_thread(call: Callable[..., object], *args: Any) -> None:
+    """Run a call that blocks in another thread, where it continues even if the event loop ends. While Python exits, no
+    thread accepts work; the call then runs in this one."""
+    try:
+        running = asyncio.get_running_loop().run_in_executor(None, call, *args)
+    except RuntimeError:
+        await asyncio.sleep(0)  # lets the event loop close the sockets for whose end the call may wait
+        call(*args)
+    else:
+        await asyncio.shield(running)
 
 
 def _wait_for(process: subprocess.Popen[bytes]) -> None:
