@@ -33,7 +33,7 @@ _FOLDERS = dict.fromkeys(("chat", "top"), "terminal.")
 _EXIT_WRONG = 2
 _EXIT_INTERRUPTED = 130
 _EXIT_BROKEN_PIPE = 141
-_WRITE_ERRORS = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+_WRITE_ERRORS = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
