@@ -188,7 +188,7 @@ def test_a_head_has_the_methods_name(tmp_path: Path, target: ModelConfig) -> Non
 
 
 def test_the_config_of_a_head(tmp_path: Path, target: ModelConfig) -> None:
-    shapes = FUSED | {"layers.0.mlp.up_proj.weight": (1,), "layers.11.mlp.up_proj.weight": (1,)}
+    shapes = FUSED | {"layers.0.mlp.up_proj.weight": (1,), "layers.1.mlp.up_proj.weight": (1,)}
     folder = write(tmp_path / "head", shapes, n_inner=5)
     quantized = replace(target, quantization="int8", quant_method="fp8", head_quantization="int8")
     found = resolve_head(quantized, str(folder), "eagle")
@@ -198,7 +198,7 @@ def test_the_config_of_a_head(tmp_path: Path, target: ModelConfig) -> None:
     assert (found.weights_from_file, found.dtype, found.max_model_len) == ("never", target.dtype, 50)
     values = found.hf_config
     assert (values["num_hidden_layers"], values["architectures"], values["max_position_embeddings"]) == (
-        12,
+        2,
         ["LlamaForCausalLM"],
         99,
     )
@@ -212,7 +212,7 @@ def test_the_config_of_a_head(tmp_path: Path, target: ModelConfig) -> None:
         False,
         False,
     )
-    assert head.held == {"fc.weight", "layers.0.mlp.up_proj.weight", "layers.11.mlp.up_proj.weight"}
+    assert head.held == {"fc.weight", "layers.0.mlp.up_proj.weight", "layers.1.mlp.up_proj.weight"}
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -361,6 +361,17 @@ def test_layers_that_the_model_does_not_have(named: Any, tmp_path: Path, target:
     message = "'eagle_aux_hidden_state_layer_ids' must be a list of layers' numbers below 6$"
     with pytest.raises(CheckpointError, match=f"^{folder}/config.json: {message}"):
         resolve_head(target, str(folder), None)
+
+
+@pytest.mark.parametrize(("numbers", "wrong"), [(["99999"], "99999"), (["0", "2"], "2"), (["00"], "00"), (["1"], "1")])
+def test_layers_with_a_number_left_out(numbers: list[str], wrong: str, tmp_path: Path, target: ModelConfig) -> None:
+    layers = {f"layers.{number}.mlp.up_proj.weight": (1, 1) for number in numbers}
+    folder = write(tmp_path / "head", FUSED | layers)
+    with pytest.raises(CheckpointError, match=f"^{folder}: this draft head has tensors of the layer {wrong}, but not"):
+        resolve_head(target, str(folder), None)
+    found = resolve_head(target, str(write(folder, FUSED | {f"layers.{n}.a": (1,) for n in range(11)})), None)
+    assert found is not None
+    assert found.hf_config["num_hidden_layers"] == 11
 
 
 def test_heads_that_quire_does_not_run(tmp_path: Path, target: ModelConfig) -> None:

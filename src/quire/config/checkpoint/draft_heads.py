@@ -182,9 +182,7 @@ def resolve_head(target: ModelConfig, name: str | None, method: str | None) -> M
         hf, architecture = _with_one_more_layer(target.hf_config), target.architecture
         stated = hf if name is None else standard_names(HFConfig.read(path / CONFIG_FILE))
     else:
-        numbers = [re.match(r"layers\.(\d+)\.", format.weight_name(name) or "") for name in checkpoint.tensors]
-        num_layers = 1 + max([int(number[1]) for number in numbers if number], default=0)
-        hf, architecture = _head_values(HFConfig.read(path / CONFIG_FILE), target, num_layers)
+        hf, architecture = _head_values(HFConfig.read(path / CONFIG_FILE), target, _num_layers(checkpoint, format, path))
         stated = hf
     head = _checked(format, checkpoint, hf, target)
     num_drafted = target.vocab_size if head.targets is None else len(head.targets)
@@ -203,6 +201,18 @@ def resolve_head(target: ModelConfig, name: str | None, method: str | None) -> M
         weights_from_file="never",
         head=head,
     )
+
+
+def _num_layers(checkpoint: Checkpoint, format: HeadFormat, path: Path) -> int:
+    """Raises CheckpointError unless the layers of the tensors have the numbers from 0 on."""
+    matches = [re.match(r"layers\.(\d+)\.", format.weight_name(name) or "") for name in checkpoint.tensors]
+    numbers = {match[1] for match in matches if match}
+    if wrong := numbers - {str(number) for number in range(len(numbers))}:
+        raise CheckpointError(
+            f"{path}: this draft head has tensors of the layer {min(wrong)[:80]}, but not of all layers before it: "
+            "layers must be numbered from 0 on"
+        )
+    return max(1, len(numbers))
 
 
 def _is_quantized_as(path: Path, target: ModelConfig) -> bool:
