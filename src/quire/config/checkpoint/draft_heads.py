@@ -182,7 +182,9 @@ def resolve_head(target: ModelConfig, name: str | None, method: str | None) -> M
         hf, architecture = _with_one_more_layer(target.hf_config), target.architecture
         stated = hf if name is None else standard_names(HFConfig.read(path / CONFIG_FILE))
     else:
-        hf, architecture = _head_values(HFConfig.read(path / CONFIG_FILE), target, _num_layers(checkpoint, format, path))
+        hf, architecture = _head_values(
+            HFConfig.read(path / CONFIG_FILE), target, _num_layers(checkpoint, format, path)
+        )
         stated = hf
     head = _checked(format, checkpoint, hf, target)
     num_drafted = target.vocab_size if head.targets is None else len(head.targets)
