@@ -141,7 +141,7 @@ def _existing(name: str) -> Path | None:
     try:
         path = Path(name).expanduser()
         return path if path.exists() else None
-    except (OSError, ValueError, RuntimeError) as error:  # too long, closed to us, with a NUL, of an unknown user
+    except (OSError, ValueError, RuntimeError) as error:  # too long, not permitted, with a NUL, of an unknown user
         reason = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"{name[:80]!r} cannot be looked up as a file or folder: {reason}") from error
 
