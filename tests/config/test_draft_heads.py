@@ -17,7 +17,7 @@ from quire.config.checkpoint.draft_heads import (
     HeadFormat,
     _find_format,
     _with_one_more_layer,
-    has_mtp_layer,
+    own_head,
     resolve_head,
 )
 from quire.config.checkpoint.formats import open_checkpoint
@@ -59,7 +59,7 @@ def of_model(shapes: dict[str, Any], target: ModelConfig) -> HeadFormat:
     path = write(target.path, shapes, **target.hf_config)
     format = _find_format(open_checkpoint(path), target.hf_config)
     assert format is not None
-    assert has_mtp_layer(target)
+    assert own_head(target) == "mtp"
     return format
 
 
@@ -160,14 +160,14 @@ def test_the_names_of_a_layer_for_multi_token_prediction(family: str, target: Mo
     assert (found.architecture, found.path, found.model) == ("LlamaForCausalLM", target.path, "target")
     assert (found.hf_config["num_hidden_layers"], found.hf_config.source) == (LAYERS + 1, "target/config.json")
     assert found.hf_config["layer_types"] == ["full_attention"] * (LAYERS + 1)
-    assert not has_mtp_layer(found), "it is the head of another"
-    assert not has_mtp_layer(replace(target, runner="pooling"))
-    assert not has_mtp_layer(replace(target, path=target.path / "m.gguf"))
+    assert own_head(found) is None, "it is the head of another"
+    assert own_head(replace(target, runner="pooling")) is None
+    assert own_head(replace(target, path=target.path / "m.gguf")) is None
 
 
 def test_a_model_without_a_head_has_none(target: ModelConfig) -> None:
     assert resolve_head(target, None, None) is None
-    assert not has_mtp_layer(target)
+    assert own_head(target) is None
 
 
 def test_a_head_has_the_methods_name(tmp_path: Path, target: ModelConfig) -> None:
@@ -367,7 +367,7 @@ def test_layers_that_the_model_does_not_have(named: Any, tmp_path: Path, target:
 def test_layers_with_a_number_left_out(numbers: list[str], wrong: str, tmp_path: Path, target: ModelConfig) -> None:
     layers = {f"layers.{number}.mlp.up_proj.weight": (1, 1) for number in numbers}
     folder = write(tmp_path / "head", FUSED | layers)
-    with pytest.raises(CheckpointError, match=f"^{folder}: this draft head has tensors of the layer {wrong}, but not"):
+    with pytest.raises(CheckpointError, match=f"^{folder}: this draft head has a layer '{wrong}', but not all"):
         resolve_head(target, str(folder), None)
     found = resolve_head(target, str(write(folder, FUSED | {f"layers.{n}.a": (1,) for n in range(11)})), None)
     assert found is not None

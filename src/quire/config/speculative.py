@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.common.errors import ConfigError, check_choice, nearest_name
 from quire.common.log import logger
-from quire.config.checkpoint.draft_heads import resolve_head
+from quire.config.checkpoint.draft_heads import own_head, resolve_head
 from quire.config.model import ModelConfig
 
 PREDICTION = "prediction"
@@ -187,4 +187,6 @@ def draft_model(model: ModelConfig, speculative: SpeculativeConfig, has_method: 
         revision=speculative.revision,
         runner="generate",
     )
+    if own_head(draft) in ("eagle", "eagle3"):
+        raise ConfigError(f"speculative_config: {draft.model} is a draft head, and no model; leave out 'method'")
     return dataclasses.replace(draft, max_model_len=min(model.max_model_len, draft.max_context_len))

@@ -211,8 +211,7 @@ def _num_layers(checkpoint: Checkpoint, format: HeadFormat, path: Path) -> int:
     numbers = {match[1] for match in matches if match}
     if wrong := numbers - {str(number) for number in range(len(numbers))}:
         raise CheckpointError(
-            f"{path}: this draft head has tensors of the layer {min(wrong)[:80]}, but not of all layers before it: "
-            "layers must be numbered from 0 on"
+            f"{path}: this draft head has a layer {min(wrong)[:80]!r}, but not all layers from 0 on before it"
         )
     return max(1, len(numbers))
 
@@ -223,12 +222,12 @@ def _is_quantized_as(path: Path, target: ModelConfig) -> bool:
     return not is_gguf(target.path) and HFConfig.read(path / CONFIG_FILE).get(key) == target.hf_config.get(key)
 
 
-def has_mtp_layer(model: ModelConfig) -> bool:
-    """Whether the model's own checkpoint has a layer for multi-token prediction."""
+def own_head(model: ModelConfig) -> str | None:
+    """The method of the head in the model's own checkpoint, such as `mtp`; None if there is none."""
     if model.runner == "pooling" or model.head is not None or is_gguf(model.path):
-        return False
+        return None
     format = _find_format(open_checkpoint(model.path), model.hf_config)
-    return format is not None and format.method == "mtp"
+    return None if format is None else format.method
 
 
 def _path(name: str) -> Any:

@@ -59,8 +59,8 @@ def _memory(moments: Sequence[Moment], block_size: int) -> dict[str, float]:
 
 def draft_figures(simulators: Sequence[Simulator]) -> dict[str, int]:
     """Return how many tokens were drafted, and how many of them were accepted."""
-    drafting = [each.scheduler.drafting for each in simulators if each.scheduler.drafting is not None]
-    counts = [count for each in drafting for count in each.stats.values()]
+    every = [each.scheduler.drafting for each in simulators]
+    counts = [count for drafting in every if drafting is not None for count in drafting.stats.values()]
     return {
         "drafted_tokens": sum(count.num_tokens for count in counts),
         "accepted_tokens": sum(count.num_accepted for count in counts),
