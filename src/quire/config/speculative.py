@@ -31,7 +31,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
 outputs, another model."""
 _ALIASES = dict.fromkeys(("deepseek_mtp", "ernie_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_next_mtp"), "mtp")
 """vLLM's names of methods for single families."""
-_FIELDS: Mapping[str, tuple[str, type]] = {
+_FIELDS: Mapping[str, tuple[str, type[Any]]] = {
     "method": ("method", str),
     "model": ("model", str),
     "num_speculative_tokens": ("num_speculative_tokens", int),
@@ -50,7 +50,7 @@ _WITHOUT_EFFECT = (
 """Fields of vLLM that bound what is tried: here measured times and acceptances do."""
 MOST_TOKENS = 32
 """Most drafts of a sequence in a step that can be asked for."""
-_LARGEST = {"num_speculative_tokens": MOST_TOKENS, "min_match": 2**16, "max_match": 2**16}
+_LARGEST: Mapping[str, int] = {"num_speculative_tokens": MOST_TOKENS, "min_match": 2**16, "max_match": 2**16}
 """The largest values of our fields that are numbers of tokens, of which each is 1 or more."""
 
 MOST_ROWS = 64

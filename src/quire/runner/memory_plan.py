@@ -12,7 +12,7 @@ from quire.common.errors import ConfigError, OutOfMemoryError
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.cache import CacheConfig
 from quire.config.checkpoint.safetensors import SINGLE_FILE
-from quire.config.kv_cache import MAX_BLOCKS_PER_SEQ, KVCacheConfig, KVCacheSpec, NoCacheSpec
+from quire.config.kv_cache import DTYPE_BYTES, MAX_BLOCKS_PER_SEQ, KVCacheConfig, KVCacheSpec, NoCacheSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.machine import DiskSpeed, MachineMemory, disk_speed, format_bytes, machine_memory
 from quire.config.parallel import ParallelConfig
@@ -22,10 +22,10 @@ from quire.models.adapters.slots import adapter_reserve
 from quire.models.base import Model
 from quire.models.registry import class_of
 from quire.models.weights.usage import WeightUse, weight_use
-from quire.runner.draft_plan import check_same_tokens, state_bytes
 from quire.runner.parallel.pipeline.planning import divided, own_stage_configs
 from quire.runner.parallel.placing import check_ranks
 from quire.runner.sampling.sampler import MAX_LOGITS_ROWS
+from quire.text.tokenizer.same_tokens import check_same_tokens
 
 DEFAULT_KV_CACHE_LIMIT = 4 * 1024**3
 """taken at most when the user names no size: memory people expect to have left for other programs"""
@@ -194,9 +194,7 @@ class MemoryPlan:
 
     def _drafts_row(self) -> dict[str, str]:
         draft = self.config.draft
-        if draft is None:
-            return {}
-        return {"drafts": f"by {draft.drafter}, counted in each row"}
+        return {} if draft is None else {"drafts": f"by {draft.drafter}, counted in each row"}
 
     def _adapter_row(self) -> dict[str, str]:
         lora = self.config.lora
@@ -216,7 +214,7 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     """
     config = args.resolve()
     check_ranks(config)
-    check_same_tokens(config)
+    check_same_tokens(config.model, config.draft)
     config = divided(config)
     try:
         return _plan(args, config)
@@ -270,7 +268,9 @@ def _draft_activation_bytes(config: EngineConfig) -> int:
     if config.draft is None:
         return 0
     of_draft = dataclasses.replace(config, model=config.draft, lora=None)
-    return _activation_bytes(class_of(config.draft), of_draft, [of_draft]) + state_bytes(config, config.draft.head)
+    num_bytes, head = _activation_bytes(class_of(config.draft), of_draft, [of_draft]), config.draft.head
+    num_elements = 0 if head is None else head.state_elements * config.scheduler.max_num_batched_tokens
+    return num_bytes + num_elements * DTYPE_BYTES[config.model.dtype]
 
 
 def _first_rank(config: EngineConfig) -> kernels.Ranks | None:

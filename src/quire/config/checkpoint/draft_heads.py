@@ -154,6 +154,12 @@ class HeadConfig:
         """The same for the projection to the vocabulary."""
         return "lm_head.weight" in self.held
 
+    @property
+    def state_elements(self) -> int:
+        """Of the hidden states of a token: as the model keeps them for the head, and as the head reads them, side by
+        side and then as one beside the embeddings."""
+        return (3 * len(self.places) + 2) * self.state_width
+
 
 def resolve_head(target: ModelConfig, name: str | None, method: str | None) -> ModelConfig | None:
     """The head in the checkpoint `name`, or in the target's own (None), as the config of a model that computes in the
@@ -211,7 +217,7 @@ def _num_layers(checkpoint: Checkpoint, format: HeadFormat, path: Path) -> int:
     numbers = {match[1] for match in matches if match}
     if wrong := numbers - {str(number) for number in range(len(numbers))}:
         raise CheckpointError(
-            f"{path}: this draft head has a layer {min(wrong)[:80]!r}, but not all layers from 0 on before it"
+            f"{path / CONFIG_FILE}: this draft head has a layer {min(wrong)[:80]!r}, but not all from 0 on before it"
         )
     return max(1, len(numbers))
 
