@@ -48,6 +48,14 @@ def test_what_llm_would_raise_is_raised(kwargs: dict[str, Any], error: type[Exce
     assert (type(online.value), str(online.value)) == (type(offline.value), str(offline.value))
 
 
+@pytest.mark.parametrize(
+    "kwargs", [{"seed": 2**64}, {"speculative_config": {"suffix_decoding_max_cached_requests": 10**30}}]
+)
+def test_integers_that_cannot_be_sent_are_refused(kwargs: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^an integer in .* arguments has more than 64 bits; give a smaller one$"):
+        Door(**kwargs)
+
+
 def test_an_engine_that_dies_while_it_starts_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     start = link.start_process
 

@@ -17,7 +17,7 @@ from quire.config.checkpoint.draft_heads import (
     HeadFormat,
     _find_format,
     _with_one_more_layer,
-    has_mtp_layer,
+    own_head,
     resolve_head,
 )
 from quire.config.checkpoint.formats import open_checkpoint
@@ -59,7 +59,7 @@ def of_model(shapes: dict[str, Any], target: ModelConfig) -> HeadFormat:
     path = write(target.path, shapes, **target.hf_config)
     format = _find_format(open_checkpoint(path), target.hf_config)
     assert format is not None
-    assert has_mtp_layer(target)
+    assert own_head(target) == "mtp"
     return format
 
 
@@ -160,14 +160,14 @@ def test_the_names_of_a_layer_for_multi_token_prediction(family: str, target: Mo
     assert (found.architecture, found.path, found.model) == ("LlamaForCausalLM", target.path, "target")
     assert (found.hf_config["num_hidden_layers"], found.hf_config.source) == (LAYERS + 1, "target/config.json")
     assert found.hf_config["layer_types"] == ["full_attention"] * (LAYERS + 1)
-    assert not has_mtp_layer(found), "it is the head of another"
-    assert not has_mtp_layer(replace(target, runner="pooling"))
-    assert not has_mtp_layer(replace(target, path=target.path / "m.gguf"))
+    assert own_head(found) is None, "it is the head of another"
+    assert own_head(replace(target, runner="pooling")) is None
+    assert own_head(replace(target, path=target.path / "m.gguf")) is None
 
 
 def test_a_model_without_a_head_has_none(target: ModelConfig) -> None:
     assert resolve_head(target, None, None) is None
-    assert not has_mtp_layer(target)
+    assert own_head(target) is None
 
 
 def test_a_head_has_the_methods_name(tmp_path: Path, target: ModelConfig) -> None:
@@ -188,7 +188,7 @@ def test_a_head_has_the_methods_name(tmp_path: Path, target: ModelConfig) -> Non
 
 
 def test_the_config_of_a_head(tmp_path: Path, target: ModelConfig) -> None:
-    shapes = FUSED | {"layers.0.mlp.up_proj.weight": (1,), "layers.11.mlp.up_proj.weight": (1,)}
+    shapes = FUSED | {f"layers.{number}.a": (1,) for number in range(12)}
     folder = write(tmp_path / "head", shapes, n_inner=5)
     quantized = replace(target, quantization="int8", quant_method="fp8", head_quantization="int8")
     found = resolve_head(quantized, str(folder), "eagle")
@@ -212,7 +212,7 @@ def test_the_config_of_a_head(tmp_path: Path, target: ModelConfig) -> None:
         False,
         False,
     )
-    assert head.held == {"fc.weight", "layers.0.mlp.up_proj.weight", "layers.11.mlp.up_proj.weight"}
+    assert head.held == shapes.keys()
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -343,9 +343,12 @@ SOME = {"lm_head.weight": (3, WIDTH), **FUSED3}
         (SOME | {"d2t": torch.zeros(3, 1).long()}, {}, r"has d2t int64 \[3, 1\] instead of a list of int64$"),
         (SOME | {"d2t": torch.tensor([0, 0, 10])}, {}, "has d2t for the token 12, but the model has 12 tokens$"),
         (SOME | {"d2t": torch.tensor([-1, 0, 0])}, {}, "has d2t for the token -1, but the model has 12 tokens$"),
+        (FUSED | {"layers.99999.a": (1,)}, {}, "has a layer '99999', but not all from 0 on before it$"),
+        (FUSED | {"layers.0.a": (1,), "layers.2.a": (1,)}, {}, "has a layer '2', but not all from 0 on before"),
+        (FUSED | {"layers.00.a": (1,)}, {}, "has a layer '00', but not all from 0 on before it$"),
         (SOME | {"d2t": torch.tensor([1, 0, 0])}, {}, "has a d2t that gives two of its tokens the same token of the"),
     ],
-    ids=range(12),
+    ids=range(15),
 )
 def test_heads_that_do_not_fit_the_model(
     shapes: dict[str, Any], values: dict[str, Any], message: str, tmp_path: Path, target: ModelConfig

@@ -157,18 +157,22 @@ def test_layers_of_a_draft_model_lie_in_the_first_group_that_keeps_what_they_see
 
 
 @pytest.mark.parametrize(
-    ("groups", "draft"),
+    ("groups", "draft", "said"),
     [
-        ([NARROW, WIDE], [FULL]),
-        ([NARROW], [WIDE]),
-        ([kv_cache.NoCacheSpec()], [FULL]),
-        ([FULL], [kv_cache.NoCacheSpec()]),
+        (
+            [NARROW, WIDE],
+            [FULL],
+            "layer 0 of the draft model or head sees all tokens, but .* model keep at most {wide};",
+        ),
+        ([NARROW], [NARROW, WIDE], "layer 1 of .* sees {wide} tokens, but the layers .* keep at most {narrow};"),
+        ([kv_cache.NoCacheSpec()], [FULL], "layer 0 of .* sees all tokens, but .* keep at most 0;"),
+        ([FULL], [kv_cache.NoCacheSpec()], "layer 0 of .* sees 0 tokens"),
     ],
 )
 def test_a_draft_model_that_sees_more_than_any_layer_keeps_is_refused(
-    groups: list[KVCacheSpec], draft: list[KVCacheSpec]
+    groups: list[KVCacheSpec], draft: list[KVCacheSpec], said: str
 ) -> None:
-    message = "^speculative_config: the layers of the draft model see more tokens than any layer of the model keeps; "
+    message = "^speculative_config: " + said.format(wide=WIDE.sliding_window, narrow=NARROW.sliding_window)
     with pytest.raises(ConfigError, match=message):
         with_draft_layers([KVCacheGroup((index,), spec) for index, spec in enumerate(groups)], draft)
 

@@ -1,5 +1,6 @@
 """Where a GGUF checkpoint is found: a file, a folder, a hub id. (Other checkpoints: tests/models/test_loading.py.)"""
 
+import re
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,23 @@ def test_what_is_neither_a_folder_nor_a_gguf_file_is_refused(tmp_path: Path, nam
     (tmp_path / "model.bin").touch()
     with pytest.raises(CheckpointError, match=r"is a file: give a \.gguf file|no folder or file '.*gone\.gguf'"):
         ModelConfig.resolve(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("x" * 5000, "File name too long"),
+        ("org/" + "x" * 5000, "File name too long"),
+        ("~a\0b", "embedded null byte"),
+        ("~no-such-user/x", "Could not determine home directory."),
+    ],
+)
+def test_a_name_that_no_file_can_have_is_refused(name: str, reason: str) -> None:
+    message = f"^{re.escape(repr(name[:80]))} cannot be looked up as a file or folder: {reason}$"
+    for given in ({"model": name}, {"tokenizer": name}, {"speculative_config": {"model": name}}):
+        with pytest.raises(CheckpointError, match=message):
+            EngineArgs(**given).resolve()
+    assert not is_downloadable(name), "nor can the hub have it"
 
 
 def test_a_folder_of_one_gguf_file_is_that_file(tmp_path: Path) -> None:

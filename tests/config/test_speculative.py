@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from quire import ConfigError, EngineArgs
 from quire.config import speculative
@@ -93,9 +94,21 @@ def test_fields_that_bound_what_is_tried_have_no_effect(caplog, monkeypatch) -> 
         ({"num_speculative_tokens": 33}, "num_speculative_tokens=33 must be from 1 to 32"),
         *(({"method": method}, f"method='{method}' needs a model$") for method in ("draft_model", "eagle", "eagle3")),
         ({"method": "ngram", "model": "m"}, "method='ngram' takes no model .draft_model, eagle, eagle3, mtp do.$"),
-        ({"prompt_lookup_min": 0}, "prompt_lookup_min=0 must be 1 or more, and at most prompt_lookup_max=16"),
-        ({"prompt_lookup_max": 0}, "prompt_lookup_min=1 must be 1 or more, and at most prompt_lookup_max=0"),
-        ({"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min=4 must be 1 or more, and at most"),
+        ({"method": 0}, "method=0 must be of the type str"),
+        ({"method": True}, "method=True must be of the type str"),
+        ({"adaptive": False, "model": False}, "model=False must be of the type str"),
+        *(
+            ({name: wrong}, f"^speculative_config: {name}={wrong} must be from 1 to 65536$")
+            for name in ("prompt_lookup_min", "prompt_lookup_max", "suffix_decoding_max_tree_depth")
+            for wrong in (-1, 0, 65537, 10**30)
+        ),
+        ({"num_speculative_tokens": 10**30}, f"num_speculative_tokens={10**30} must be from 1 to 32"),
+        ({"draft_tensor_parallel_size": 10**30}, "draft_tensor_parallel_size=1000.*: only 1 is supported"),
+        ({"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min=4 must be at most prompt_lookup_max=3$"),
+        (
+            {"suffix_decoding_max_tree_depth": 9, "prompt_lookup_max": 3},
+            "prompt_lookup_max and suffix_decoding_max_tree_depth mean the same, but are 9 and 3; give one of them$",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(given: dict[str, object], said: str) -> None:
@@ -112,6 +125,20 @@ def test_what_is_no_mapping_of_names_is_refused() -> None:
 
 def test_the_first_and_last_number_of_drafts_are_allowed() -> None:
     assert [read(num_speculative_tokens=n).num_speculative_tokens for n in (1, 32)] == [1, 32]
+
+
+def test_names_of_one_length_may_agree_and_lengths_are_bounded() -> None:
+    assert read(prompt_lookup_max=9, suffix_decoding_max_tree_depth=9).max_match == 9
+    assert read(prompt_lookup_min=2**16).max_match == 2**16
+
+
+def test_off_without_quotes_is_off() -> None:
+    """YAML reads it as false."""
+    given = yaml.safe_load("{speculative_config: {method: off, num_speculative_tokens: 3}}")
+    assert EngineArgs(**given).resolve().speculative == SpeculativeConfig("off", 3)
+    assert EngineArgs(**yaml.safe_load("speculative_config: off")).resolve().speculative == SpeculativeConfig("off")
+    with pytest.raises(ConfigError, match=r"^speculative_config=True: must be dict or None, not bool$"):
+        EngineArgs(speculative_config=True).resolve()
 
 
 def test_what_is_off_has_no_drafters() -> None:

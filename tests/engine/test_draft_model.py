@@ -1,10 +1,12 @@
 """Another model drafts, with keys and values in the same blocks: outputs stay the same, whatever happens to blocks."""
 
 import random
+import shutil
+from pathlib import Path
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, EngineArgs, SamplingParams
 from quire.common.batch import (
     Ahead,
     Batch,
@@ -17,12 +19,15 @@ from quire.common.batch import (
     decode,
     encode,
 )
-from quire.common.errors import ConfigError
+from quire.common.errors import ConfigError, OutOfMemoryError
 from quire.common.faults import Fault, inject
+from quire.config.checkpoint.location import EMBEDDED_ROOT
 from quire.config.kv_cache import FullAttentionSpec, KVCacheGroup, LatentSpec, NoCacheSpec, SlidingWindowSpec
 from quire.config.kv_layout import kv_cache_config, with_draft_layers
 from quire.runner.draft_runner import Reading, with_room_of_rejected
+from quire.runner.memory_plan import plan_memory
 from quire.text.tokenizer.tokenizer import Tokenizer
+from tests.speculation import heads
 
 from .test_mixed_requests import any_params, any_prompt, told
 
@@ -194,7 +199,7 @@ def test_the_layers_of_a_draft_model_lie_in_the_blocks_of_the_first_group_that_k
     groups = (KVCacheGroup((0,), window), KVCacheGroup((1,), FULL), KVCacheGroup((2,), LatentSpec(8, 8, "bfloat16")))
     assert [group.draft_specs for group in with_draft_layers(groups, [draft])] == [(), (draft,), ()]
     assert [group.draft_specs for group in with_draft_layers(groups, [window])] == [(window,), (), ()]
-    with pytest.raises(ConfigError, match="see more tokens than any layer of the model keeps"):
+    with pytest.raises(ConfigError, match=r"layer 0 of the draft .* sees all tokens, but .* keep at most 16; choose"):
         with_draft_layers(groups[:1], [draft])
     with pytest.raises(ConfigError, match="choose another draft model"):
         with_draft_layers(groups, [NoCacheSpec()])
@@ -210,7 +215,7 @@ def test_the_plan_counts_the_draft_model(same):
     assert plan.weight_bytes == 2 * alone.weight_bytes
     assert plan.activation_bytes == 2 * alone.activation_bytes
     assert plan.kv_cache.block_bytes == 2 * alone.kv_cache.block_bytes
-    assert "by quire-tiny" in str(plan)
+    assert "drafts      by the draft model quire-tiny, counted" in str(plan)
 
 
 def test_what_goes_to_a_draft_model_and_comes_from_it_can_be_sent():
@@ -245,6 +250,58 @@ def test_another_vocabulary_is_refused(monkeypatch):
     monkeypatch.setattr(Tokenizer, "vocabulary", property(lambda tokenizer: {str(id(tokenizer)): 0}))
     with pytest.raises(ConfigError, match="draft model quire-draft has other tokens than the model"):
         make("quire-draft")
+
+
+def copied(path: Path, *, without: str = "") -> Path:
+    """quire-draft in a folder of its own."""
+    shutil.copytree(EMBEDDED_ROOT / "quire-draft", path, ignore=shutil.ignore_patterns(without))
+    return path
+
+
+def test_a_draft_model_needs_a_tokenizer_of_its_own(tmp_path):
+    path = copied(tmp_path / "draft", without="tokenizer*")
+    message = (
+        f"^speculative_config: the draft model {path}: {path} has no tokenizer: .*must have one beside its weights$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        plan_memory(EngineArgs(tokenizer="quire-tiny", speculative_config={"model": str(path)}))
+
+
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_a_head_is_no_draft_model(tmp_path, has_tokenizer):
+    path = heads.write(tmp_path / "head", heads.eagle(), heads.EAGLE_NAMES)
+    if has_tokenizer:
+        shutil.copy(EMBEDDED_ROOT / "quire-tiny" / "tokenizer.json", path)
+    given = {"method": "draft_model", "model": str(path)}
+    with pytest.raises(
+        ConfigError, match=f"^speculative_config: {path} is a draft head, and no model; leave out 'meth"
+    ):
+        EngineArgs(speculative_config=given).resolve()
+    del given["method"]
+    assert EngineArgs(speculative_config=given).resolve().speculative.method == "eagle"
+
+
+def test_a_draft_model_that_ranks_cannot_divide_is_named():
+    args = EngineArgs(tensor_parallel_size=3, num_threads=1, speculative_config={"model": "quire-draft"})
+    message = "^speculative_config: the draft model quire-draft: tensor_parallel_size=3: a layer has 2 attention heads"
+    with pytest.raises(ConfigError, match=message):
+        plan_memory(args)
+
+
+@pytest.mark.parametrize(
+    "limits", [{"memory_limit": "12MiB"}, {"kv_cache_memory": "1KiB"}, {"num_gpu_blocks_override": 1}]
+)
+def test_what_does_not_fit_names_the_share_of_the_drafts(tmp_path, limits):
+    path = heads.write(tmp_path / "head", heads.eagle(), heads.EAGLE_NAMES)
+    for model, name in (("quire-draft", "the draft model quire-draft"), (str(path), f"the eagle head of {path}")):
+        given = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32, **limits}
+        message = (
+            rf"(memory|KV cache).*\. For drafts, {name} takes [\d.]+ MiB for weights .*; speculative_config=\{{'met"
+        )
+        with pytest.raises(OutOfMemoryError, match=message):
+            plan_memory(EngineArgs(speculative_config={"model": model}, **given))
+        with pytest.raises(OutOfMemoryError, match=r"^((?!For drafts).)*$"):
+            plan_memory(EngineArgs(**given | {"memory_limit": "1MiB"}))
 
 
 def test_a_draft_model_with_fewer_or_more_numbers_than_tokens(same, monkeypatch):

@@ -52,10 +52,19 @@ def mixed(number=60, rate=12.0, **options):
     return synthetic_trace(5, number, requests_per_s=rate, **options)
 
 
-def test_one_engine_in_a_fleet_is_an_engine_alone():
-    fleet, alone = run(mixed(), 1), simulate(mixed(), num_blocks=2048)
-    for name in ("requests", "steps", "simulated_s", "output_tokens", "first_token_s", "per_token_s", "outputs_digest"):
+@pytest.mark.parametrize("acceptance", [None, 0.7])
+def test_one_engine_in_a_fleet_is_an_engine_alone(acceptance):
+    fleet, alone = run(mixed(), 1, acceptance=acceptance), simulate(mixed(), num_blocks=2048, acceptance=acceptance)
+    names = ("requests", "steps", "simulated_s", "output_tokens", "drafted_tokens", "accepted_tokens", "outputs_digest")
+    for name in (*names, "first_token_s", "per_token_s"):
         assert fleet[name] == alone[name], name
+    assert (fleet["accepted_tokens"] > 0) == (acceptance is not None)
+
+
+def test_drafts_of_engines_that_died_are_reported():
+    report = run(mixed(), 2, acceptance=1.0, deaths=Deaths(((2.0, 0),)), start_s=1.0)
+    assert report["deaths"] == 1
+    assert report["accepted_tokens"] == report["drafted_tokens"] > report["output_tokens"] / 4
 
 
 @pytest.mark.parametrize("shape", [{}, {"n": 3}, {"beam_width": 3}], ids=["single", "samples", "beams"])

@@ -83,6 +83,11 @@ def test_drafts_that_cannot_be_are_refused(arguments, name, capsys):
     assert f"{name} {arguments[1]}: must be from" in capsys.readouterr().err
 
 
+def test_a_length_of_drafts_needs_an_acceptance(capsys):
+    assert main(["simulate", "--draft-length", "6"]) == 2
+    assert "--draft-length 6: without --acceptance nothing is drafted" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [[], ["--shape", "chat"], ["--beam-width", "3"], ["--acceptance", "0.5"]])
 def test_one_seed_is_one_run_to_the_byte(arguments, capsys):
     printed = []

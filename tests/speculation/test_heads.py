@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from quire import LLM, CheckpointError, ConfigError, SamplingParams, UnsupportedModelError
+from quire import LLM, CheckpointError, ConfigError, EngineArgs, SamplingParams, UnsupportedModelError
 from quire.config.checkpoint.draft_heads import resolve_head
 from quire.config.model import ModelConfig
 from quire.runner import head_runner
+from quire.runner.memory_plan import plan_memory
 
 from . import heads
 from .heads import Head, Oracle, write, write_speculators
@@ -276,6 +277,13 @@ def test_what_has_no_head_or_takes_none_is_refused(tmp_path: Path) -> None:
     assert resolve_head(replace(target, path=file), None, None) is None
     with pytest.raises(UnsupportedModelError, match="read from safetensors, not from GGUF files"):
         resolve_head(replace(target, path=file), None, "mtp")
+
+
+def test_a_head_with_too_wide_heads_is_refused_by_the_plan(tmp_path: Path) -> None:
+    """Before a table of that width is made."""
+    folder = write(tmp_path, heads.eagle(), heads.EAGLE_NAMES, head_dim=65538)
+    with pytest.raises(CheckpointError, match=r"rotary embedding needs .*, not 65538: head_dim is 65538"):
+        plan_memory(EngineArgs(speculative_config={"model": str(folder)}))
 
 
 def test_the_plan_counts_the_head(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire import LLM
 from quire.cli import main
-from quire.config.checkpoint.draft_heads import has_mtp_layer, resolve_head
+from quire.config.checkpoint.draft_heads import own_head, resolve_head
 from quire.config.model import ModelConfig
 from tests.models.conftest import make_checkpoint
 from tests.models.latent import LATENT
@@ -143,5 +143,5 @@ def test_commands_name_a_layer_that_is_there_and_unused(tmp_path: Path, capsys: 
     llm = LLM(str(tmp_path / "int8"), speculative_config=config, **SETTINGS)
     assert len(drafted(llm, numbers(1, 9))) > 3
     model = ModelConfig.resolve(str(folder))
-    assert has_mtp_layer(model)
-    assert not has_mtp_layer(dataclasses.replace(model, runner="pooling"))
+    assert own_head(model) == "mtp"
+    assert own_head(dataclasses.replace(model, runner="pooling")) is None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from quire.cli.arguments.options import add_engine_arguments, add_model_argument, engine_kwargs
 from quire.common.errors import ConfigError
 from quire.config.args import EngineArgs
-from quire.config.checkpoint.draft_heads import has_mtp_layer
+from quire.config.checkpoint.draft_heads import own_head
 
 if TYPE_CHECKING:
     from quire.interfaces.simulate.fleet.search import FleetPoint
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     plan = plan_memory(EngineArgs(**engine_kwargs(options)))
     for model in filter(None, (plan.config.model, plan.config.draft)):
         check_weights(model)
-    has_unused = plan.config.draft is None and has_mtp_layer(plan.config.model)
+    has_unused = plan.config.draft is None and own_head(plan.config.model) == "mtp"
     if options.json:
         print(json.dumps(plan.to_dict() | {"has_unused_mtp_layer": has_unused}))
         return 0

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the folder and print the size of its weights."""
-    from quire.config.checkpoint.draft_heads import has_mtp_layer
+    from quire.config.checkpoint.draft_heads import own_head
     from quire.config.machine import format_bytes
     from quire.models.weights.loader import weight_bytes  # loads torch
     from quire.models.weights.saving import save_quantized
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         lambda folder: write_tokenizer_files(read_gguf_tokenizer(config.tokenizer_path), folder),
     )
     print(f"{options.out}: {format_bytes(weight_bytes(config))} of {config.quantization} weights")
-    if has_mtp_layer(config):
+    if own_head(config) == "mtp":
         drafts = json.dumps({"method": "mtp", "model": options.model})
         print(f"without the layer for multi-token prediction: to draft with it, add --speculative-config '{drafts}'")
     return 0

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--no-prefix-caching", action="store_true", help="never reuse a prefix")
     speculation = parser.add_argument_group("speculation")
     _add(speculation, "--acceptance", float, "P", "draft tokens, each right with this probability (default: no drafts)")
-    _add(speculation, "--draft-length", int, "N", "largest number of tokens drafted for a sequence", 4)
+    _add(speculation, "--draft-length", int, "N", "with --acceptance: most drafts of a sequence in a step (default: 4)")
     fleet = parser.add_argument_group("fleet")
     _add(fleet, "--engines", int, "N", "simulate N engines behind the router; with --max-engines, from N engines on")
     _add(fleet, "--max-engines", int, "N", "add engines by the number of unfinished requests, up to N")
@@ -162,8 +162,11 @@ def _engines(options: argparse.Namespace) -> Callable[[], Simulator]:
         raise ConfigError("--block-size must be positive, --num-host-blocks not less than 0")
     if not 0.0 <= (1.0 if options.acceptance is None else options.acceptance) <= 1.0:
         raise ConfigError(f"--acceptance {options.acceptance}: must be from 0 to 1")
-    if not 1 <= options.draft_length <= MOST_TOKENS:
-        raise ConfigError(f"--draft-length {options.draft_length}: must be from 1 to {MOST_TOKENS}")
+    draft_length = 4 if options.draft_length is None else options.draft_length
+    if not 1 <= draft_length <= MOST_TOKENS:
+        raise ConfigError(f"--draft-length {draft_length}: must be from 1 to {MOST_TOKENS}")
+    if options.draft_length is not None and options.acceptance is None:
+        raise ConfigError(f"--draft-length {draft_length}: without --acceptance nothing is drafted; give that as well")
     spec = FullAttentionSpec(num_kv_heads=1, head_dim=2, dtype="float32")
     cache = kv_cache_config(
         [spec],
@@ -178,11 +181,11 @@ def _engines(options: argparse.Namespace) -> Callable[[], Simulator]:
         policy=options.policy,
         tenant_weights=options.tenant_weights or {},
         target_step_ms=options.target_step_ms,
-        max_draft_rows=SpeculativeConfig(num_speculative_tokens=options.draft_length).num_rows(
+        max_draft_rows=SpeculativeConfig(num_speculative_tokens=draft_length).num_rows(
             options.max_num_seqs, options.max_num_batched_tokens
         ),
     )
-    drafts = {"acceptance": options.acceptance, "draft_length": options.draft_length}
+    drafts = {"acceptance": options.acceptance, "draft_length": draft_length}
     cost = None
     if options.costs is not None:
         cost = read_costs(options.costs, options.tensor_parallel_size, options.parallel_efficiency)

@@ -60,8 +60,9 @@ class _NamesChecked(type):
 
     def __call__(cls, **given: Any) -> Any:
         own = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        plain = {name: _plain(value) for name, value in given.items()}
-        kept = translate("engine", plain, own, ConfigError)
+        if given.get("speculative_config") is False:  # what YAML makes of `off`
+            given["speculative_config"] = {"method": "off"}
+        kept = translate("engine", {name: _plain(value) for name, value in given.items()}, own, ConfigError)
         if isinstance(modules := kept.get("lora_modules"), list | Mapping):
             kept["lora_modules"] = tuple(_listed_modules(modules))
         return super().__call__(**kept)
@@ -69,9 +70,8 @@ class _NamesChecked(type):
 
 def _listed_modules(modules: Any) -> Iterator[Any]:
     """Yield the adapters of a list or a mapping as texts."""
-    if isinstance(modules, Mapping):
-        modules = [f"{name}={path}" for name, path in modules.items()]
-    for module in modules:
+    listed = [f"{name}={path}" for name, path in modules.items()] if isinstance(modules, Mapping) else modules
+    for module in listed:
         yield json.dumps(module) if isinstance(module, dict) else module
 
 

@@ -39,15 +39,17 @@ def with_draft_layers(groups: Sequence[KVCacheGroup], specs: Sequence[KVCacheSpe
     for index, group in enumerate(groups):
         if _num_kept(group.spec) >= needed and not any(isinstance(spec, NoCacheSpec) for spec in (group.spec, *specs)):
             return (*groups[:index], dataclasses.replace(group, draft_specs=tuple(specs)), *groups[index + 1 :])
+    layer_id, kept = [_num_kept(spec) for spec in specs].index(needed), max(_num_kept(group.spec) for group in groups)
+    seen = "all" if needed == float("inf") else f"{needed:.0f}"
     raise ConfigError(
-        "speculative_config: the layers of the draft model see more tokens than any layer of the model keeps; choose "
-        "another draft model"
+        f"speculative_config: layer {layer_id} of the draft model or head sees {seen} tokens, but the layers of the "
+        f"model keep at most {kept:.0f}; choose another draft model or head"
     )
 
 
 def _num_kept(spec: KVCacheSpec) -> float:
-    """The most tokens before a token that such a layer sees."""
-    return float(getattr(spec, "sliding_window", "inf"))
+    """The most tokens before a token that such a layer sees, and keeps."""
+    return 0.0 if isinstance(spec, NoCacheSpec) else float(getattr(spec, "sliding_window", "inf"))
 
 
 def kv_cache_config(

@@ -79,6 +79,12 @@ class ModelConfig:
     head: HeadConfig | None = None
     """If this is a draft head, and no model, what its checkpoint has of it; `architecture` is that of its layers."""
 
+    @property
+    def drafter(self) -> str:
+        """What messages call it if it drafts."""
+        of_head = "" if self.head is None else f"the {self.head.format.method} head of "
+        return f"{of_head or 'the draft model '}{self.model}"
+
     @classmethod
     def resolve(
         cls,

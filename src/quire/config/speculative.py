@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.common.errors import ConfigError, check_choice, nearest_name
 from quire.common.log import logger
-from quire.config.checkpoint.draft_heads import resolve_head
+from quire.config.checkpoint.draft_heads import own_head, resolve_head
 from quire.config.model import ModelConfig
 
 PREDICTION = "prediction"
@@ -31,7 +31,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
 outputs, another model."""
 _ALIASES = dict.fromkeys(("deepseek_mtp", "ernie_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_next_mtp"), "mtp")
 """vLLM's names of methods for single families."""
-_FIELDS: Mapping[str, tuple[str, type]] = {
+_FIELDS: Mapping[str, tuple[str, type[Any]]] = {
     "method": ("method", str),
     "model": ("model", str),
     "num_speculative_tokens": ("num_speculative_tokens", int),
@@ -50,6 +50,8 @@ _WITHOUT_EFFECT = (
 """Fields of vLLM that bound what is tried: here measured times and acceptances do."""
 MOST_TOKENS = 32
 """Most drafts of a sequence in a step that can be asked for."""
+_LARGEST: Mapping[str, int] = {"num_speculative_tokens": MOST_TOKENS, "min_match": 2**16, "max_match": 2**16}
+"""The largest values of our fields that are numbers of tokens, of which each is 1 or more."""
 
 MOST_ROWS = 64
 """Most rows of a step for whose logits there is memory because of drafts: more hardly pay on any machine."""
@@ -112,11 +114,19 @@ class SpeculativeConfig:
                     f"(allowed: {', '.join(_FIELDS)})"
                 )
             ours, kind = _FIELDS[name]
+            if name == "method" and value is False:  # what YAML makes of `off`
+                value = "off"
             if type(value) is not kind:
                 raise ConfigError(f"speculative_config: {name}={value!r} must be of the type {kind.__name__}")
             if value == "":
                 raise ConfigError(f"speculative_config: {name}='' must not be empty; leave it out to have none")
-            values[ours] = value
+            if ours in _LARGEST and not 1 <= value <= _LARGEST[ours]:
+                raise ConfigError(f"speculative_config: {name}={value} must be from 1 to {_LARGEST[ours]}")
+            if values.setdefault(ours, value) != value:
+                same = " and ".join(other for other in _FIELDS if _FIELDS[other][0] == ours)
+                raise ConfigError(
+                    f"speculative_config: {same} mean the same, but are {values[ours]} and {value}; give one of them"
+                )
         if "method" in values:
             values["method"] = _ALIASES.get(values["method"], values["method"])
             check_choice("speculative_config: method", values["method"], tuple(METHODS))
@@ -128,7 +138,7 @@ class SpeculativeConfig:
     def _checked(cls, values: dict[str, Any]) -> SpeculativeConfig:
         """With one of the two lengths of a match given, the other one follows it where it must."""
         default = cls()
-        low = values.get("min_match", max(1, min(default.min_match, values.get("max_match", default.min_match))))
+        low = values.get("min_match", min(default.min_match, values.get("max_match", default.min_match)))
         high = values.get("max_match", max(default.max_match, low))
         config = cls(**values | {"min_match": low, "max_match": high})
         if config.method in ("draft_model", "eagle", "eagle3") and config.model is None:
@@ -144,14 +154,9 @@ class SpeculativeConfig:
                 f"speculative_config: draft_tensor_parallel_size={config.draft_tensor_parallel_size}: only 1 is "
                 "supported"
             )
-        if not 1 <= config.num_speculative_tokens <= MOST_TOKENS:
+        if config.min_match > config.max_match:
             raise ConfigError(
-                f"speculative_config: num_speculative_tokens={config.num_speculative_tokens} must be from 1 to "
-                f"{MOST_TOKENS}"
-            )
-        if not 1 <= config.min_match <= config.max_match:
-            raise ConfigError(
-                f"speculative_config: prompt_lookup_min={config.min_match} must be 1 or more, and at most "
+                f"speculative_config: prompt_lookup_min={config.min_match} must be at most "
                 f"prompt_lookup_max={config.max_match}"
             )
         return config
@@ -182,4 +187,6 @@ def draft_model(model: ModelConfig, speculative: SpeculativeConfig, has_method: 
         revision=speculative.revision,
         runner="generate",
     )
+    if own_head(draft) in ("eagle", "eagle3"):
+        raise ConfigError(f"speculative_config: {draft.model} is a draft head, and no model; leave out 'method'")
     return dataclasses.replace(draft, max_model_len=min(model.max_model_len, draft.max_context_len))

@@ -11,7 +11,6 @@ from quire import kernels
 from quire.common.errors import ConfigError, OutOfMemoryError
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.cache import CacheConfig
-from quire.config.checkpoint.draft_heads import HeadConfig
 from quire.config.checkpoint.safetensors import SINGLE_FILE
 from quire.config.kv_cache import DTYPE_BYTES, MAX_BLOCKS_PER_SEQ, KVCacheConfig, KVCacheSpec, NoCacheSpec
 from quire.config.kv_layout import kv_cache_config
@@ -26,7 +25,7 @@ from quire.models.weights.usage import WeightUse, weight_use
 from quire.runner.parallel.pipeline.planning import divided, own_stage_configs
 from quire.runner.parallel.placing import check_ranks
 from quire.runner.sampling.sampler import MAX_LOGITS_ROWS
-from quire.text.tokenizer.tokenizer import Tokenizer
+from quire.text.tokenizer.same_tokens import check_same_tokens
 
 DEFAULT_KV_CACHE_LIMIT = 4 * 1024**3
 """taken at most when the user names no size: memory people expect to have left for other programs"""
@@ -195,10 +194,7 @@ class MemoryPlan:
 
     def _drafts_row(self) -> dict[str, str]:
         draft = self.config.draft
-        if draft is None:
-            return {}
-        kind = "" if draft.head is None else f"the {draft.head.format.method} head of "
-        return {"drafts": f"by {kind}{draft.model}, counted in each row"}
+        return {} if draft is None else {"drafts": f"by {draft.drafter}, counted in each row"}
 
     def _adapter_row(self) -> dict[str, str]:
         lora = self.config.lora
@@ -218,8 +214,23 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     """
     config = args.resolve()
     check_ranks(config)
-    _check_same_tokens(config)
+    check_same_tokens(config.model, config.draft)
     config = divided(config)
+    try:
+        return _plan(args, config)
+    except OutOfMemoryError as error:
+        if config.draft is None:
+            raise
+        in_rank = weight_use(config.draft, _first_rank(config)).num_bytes + _draft_activation_bytes(config)
+        size = format_bytes(in_rank * config.parallel.own_ranks)
+        raise OutOfMemoryError(
+            f"{error}. For drafts, {config.draft.drafter} takes {size} for weights and activations, and a part of each "
+            "block of the cache; speculative_config={'method': 'off'} frees them"
+        ) from None
+
+
+def _plan(args: EngineArgs, config: EngineConfig) -> MemoryPlan:
+    """As plan_memory, of resolved arguments."""
     weights = _weight_use(config)
     try:
         return _share_out(args, config, weights)
@@ -239,25 +250,27 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
         return _share_out(args, config, _weight_use(config))
 
 
-def _check_same_tokens(config: EngineConfig) -> None:
-    """Raises ConfigError unless the draft model, if there is one, has the model's tokens under the same ids."""
-    if (draft := config.draft) is None or draft.head is not None:
-        return
-    theirs, ours = (Tokenizer.from_path(model.tokenizer_path).vocabulary for model in (draft, config.model))
-    if theirs != ours:
-        raise ConfigError(
-            f"speculative_config: the draft model {draft.model} has other tokens than the model; choose one that was "
-            "trained with the same tokenizer"
-        )
-
-
 def _weight_use(config: EngineConfig) -> WeightUse:
     """Of the model, and of the draft model if there is one, in all ranks of this machine."""
     ranks = _first_rank(config)
     use, *others = [weight_use(stage.model, ranks) for stage in own_stage_configs(config)]
     num_bytes = use.num_bytes + sum(each.num_bytes for each in others)
-    num_bytes += 0 if config.draft is None else weight_use(config.draft, ranks).num_bytes
+    if config.draft is not None:
+        try:
+            num_bytes += weight_use(config.draft, ranks).num_bytes
+        except ConfigError as error:  # which ranks cannot divide
+            raise ConfigError(f"speculative_config: {config.draft.drafter}: {error}") from error
     return dataclasses.replace(use, num_bytes=num_bytes * config.parallel.own_ranks)
+
+
+def _draft_activation_bytes(config: EngineConfig) -> int:
+    """Of the draft model or head in a rank, with the hidden states that a head reads; 0 without one."""
+    if config.draft is None:
+        return 0
+    of_draft = dataclasses.replace(config, model=config.draft, lora=None)
+    num_bytes, head = _activation_bytes(class_of(config.draft), of_draft, [of_draft]), config.draft.head
+    num_elements = 0 if head is None else head.state_elements * config.scheduler.max_num_batched_tokens
+    return num_bytes + num_elements * DTYPE_BYTES[config.model.dtype]
 
 
 def _first_rank(config: EngineConfig) -> kernels.Ranks | None:
@@ -275,12 +288,7 @@ def _share_out(args: EngineArgs, config: EngineConfig, weights: WeightUse) -> Me
     lora, adapters = config.lora, 0
     if lora is not None:
         adapters = sum(adapter_reserve(stage.model, lora, ranks) for stage in stages)
-    activations = _activation_bytes(model, config, stages)
-    if config.draft is not None:
-        of_draft = dataclasses.replace(config, model=config.draft, lora=None)
-        activations += _activation_bytes(class_of(config.draft), of_draft, [of_draft]) + _state_bytes(
-            config, config.draft.head
-        )
+    activations = _activation_bytes(model, config, stages) + _draft_activation_bytes(config)
     adapters, activations = adapters * num_ranks, activations * num_ranks
     least_tokens = 0 if args.fits_model_len else config.model.max_model_len
     share = 1.0 if weights.file_bytes == 0 else _CACHE_SHARE_BESIDE_FILES
@@ -323,15 +331,6 @@ def _activation_bytes(model: type[Model], config: EngineConfig, stages: Sequence
     scheduler = config.scheduler
     num_logits = scheduler.max_num_seqs + scheduler.max_draft_rows + MAX_LOGITS_ROWS
     return forward + num_logits * config.model.vocab_size * 4 * model.num_logits_alive
-
-
-def _state_bytes(config: EngineConfig, head: HeadConfig | None) -> int:
-    """The hidden states of a step: as the model keeps them for a head, and as the head reads them, side by side and
-    then as one beside the embeddings."""
-    if head is None:
-        return 0
-    num_rows = config.scheduler.max_num_batched_tokens * (3 * len(head.places) + 2)
-    return num_rows * head.state_width * DTYPE_BYTES[config.model.dtype]
 
 
 def _kv_cache(

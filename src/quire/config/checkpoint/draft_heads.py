@@ -154,6 +154,12 @@ class HeadConfig:
         """The same for the projection to the vocabulary."""
         return "lm_head.weight" in self.held
 
+    @property
+    def state_elements(self) -> int:
+        """Of the hidden states of a token: as the model keeps them for the head, and as the head reads them, side by
+        side and then as one beside the embeddings."""
+        return (3 * len(self.places) + 2) * self.state_width
+
 
 def resolve_head(target: ModelConfig, name: str | None, method: str | None) -> ModelConfig | None:
     """The head in the checkpoint `name`, or in the target's own (None), as the config of a model that computes in the
@@ -182,9 +188,9 @@ def resolve_head(target: ModelConfig, name: str | None, method: str | None) -> M
         hf, architecture = _with_one_more_layer(target.hf_config), target.architecture
         stated = hf if name is None else standard_names(HFConfig.read(path / CONFIG_FILE))
     else:
-        numbers = [re.match(r"layers\.(\d+)\.", format.weight_name(name) or "") for name in checkpoint.tensors]
-        num_layers = 1 + max([int(number[1]) for number in numbers if number], default=0)
-        hf, architecture = _head_values(HFConfig.read(path / CONFIG_FILE), target, num_layers)
+        hf, architecture = _head_values(
+            HFConfig.read(path / CONFIG_FILE), target, _num_layers(checkpoint, format, path)
+        )
         stated = hf
     head = _checked(format, checkpoint, hf, target)
     num_drafted = target.vocab_size if head.targets is None else len(head.targets)
@@ -205,18 +211,29 @@ def resolve_head(target: ModelConfig, name: str | None, method: str | None) -> M
     )
 
 
+def _num_layers(checkpoint: Checkpoint, format: HeadFormat, path: Path) -> int:
+    """Raises CheckpointError unless the layers of the tensors have the numbers from 0 on."""
+    matches = [re.match(r"layers\.(\d+)\.", format.weight_name(name) or "") for name in checkpoint.tensors]
+    numbers = {match[1] for match in matches if match}
+    if wrong := numbers - {str(number) for number in range(len(numbers))}:
+        raise CheckpointError(
+            f"{path / CONFIG_FILE}: this draft head has a layer {min(wrong)[:80]!r}, but not all from 0 on before it"
+        )
+    return max(1, len(numbers))
+
+
 def _is_quantized_as(path: Path, target: ModelConfig) -> bool:
     """Whether the checkpoint is the target's, or is quantized in the same way."""
     key = "quantization_config"
     return not is_gguf(target.path) and HFConfig.read(path / CONFIG_FILE).get(key) == target.hf_config.get(key)
 
 
-def has_mtp_layer(model: ModelConfig) -> bool:
-    """Whether the model's own checkpoint has a layer for multi-token prediction."""
+def own_head(model: ModelConfig) -> str | None:
+    """The method of the head in the model's own checkpoint, such as `mtp`; None if there is none."""
     if model.runner == "pooling" or model.head is not None or is_gguf(model.path):
-        return False
+        return None
     format = _find_format(open_checkpoint(model.path), model.hf_config)
-    return format is not None and format.method == "mtp"
+    return None if format is None else format.method
 
 
 def _path(name: str) -> Any:

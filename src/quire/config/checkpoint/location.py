@@ -17,7 +17,7 @@ EMBEDDED_CHECKPOINTS = ("quire-tiny", "quire-draft")
 CONFIG_FILE = "config.json"
 
 EMBEDDED_ROOT = Path(__file__).parents[2] / "models" / "embedded"
-_HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<file>[\w.-]+))?")
+_HUB_ID = re.compile(r"(?=.{3,256}$)(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<file>[\w.-]+))?")
 _CONFIG_FILES = ("*.json", "*.jinja")
 _VOCABULARIES = ("tekken.json", "*.model", "*.tiktoken", "*.txt")
 """What a tokenizer is made of where there is no tokenizer.json."""
@@ -50,11 +50,8 @@ class Location:
         file. Raises CheckpointError if there is neither, and ConfigError if gguf_file is given for another file."""
         if self.name in EMBEDDED_CHECKPOINTS:
             return EMBEDDED_ROOT / self.name
-        path = Path(self.name).expanduser()
-        if path.is_dir():
-            return self._in_folder(path)
-        if path.exists():
-            return self._file(path)
+        if (path := _existing(self.name)) is not None:
+            return self._in_folder(path) if path.is_dir() else self._file(path)
         match = _HUB_ID.fullmatch(self.name)
         if not match:
             raise CheckpointError(
@@ -81,8 +78,8 @@ class Location:
         """The folder or GGUF file of a tokenizer, downloaded if it is a hub id's."""
         if is_downloadable(self.name) and ":" not in self.name:
             return self._download_with_tokenizer(())
-        path = Path(self.name).expanduser()
-        return path if (path / "tokenizer.json").exists() else self.find()
+        path = _existing(self.name)
+        return path if path is not None and (path / "tokenizer.json").exists() else self.find()
 
     def _in_folder(self, folder: Path) -> Path:
         if self.gguf_file is not None:
@@ -136,7 +133,17 @@ class Location:
 
 def is_downloadable(name: str) -> bool:
     """Whether this is an id of the hub, and no folder, file or embedded checkpoint has this name."""
-    return bool(_HUB_ID.fullmatch(name)) and name not in EMBEDDED_CHECKPOINTS and not Path(name).expanduser().exists()
+    return bool(_HUB_ID.fullmatch(name)) and name not in EMBEDDED_CHECKPOINTS and _existing(name) is None
+
+
+def _existing(name: str) -> Path | None:
+    """The file or folder of this name; None if there is none. Raises CheckpointError if the system cannot tell."""
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, ValueError, RuntimeError) as error:  # too long, not permitted, with a NUL, of an unknown user
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{name[:80]!r} cannot be looked up as a file or folder: {reason}") from error
 
 
 def adapter_folder(name: str) -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from quire.common import log
-from quire.common.errors import EngineDeadError, error_named
+from quire.common.errors import ConfigError, EngineDeadError, error_named
 from quire.common.faults import fault_point, fault_write
 from quire.common.log import logger
 from quire.config.args import EngineArgs
@@ -49,13 +49,18 @@ class EngineClient:
     ) -> EngineClient:
         """Start the process and wait until the engine is ready.
 
-        Raises the error with which the engine failed to start, and EngineDeadError if the process ends or makes no
-        progress for LOADING_PATIENCE * hang_timeout_s.
+        Raises the error with which the engine failed to start, ConfigError for arguments that cannot be sent, and
+        EngineDeadError if the process ends or makes no progress for LOADING_PATIENCE * hang_timeout_s.
         """
         client = cls(await launch(), hang_timeout_s)
         try:
             given = dataclasses.asdict(args) | dict(client._link.own_args)
-            client.send(messages.Start(given, log.chosen_format, hang_timeout_s))
+            try:
+                client.send(messages.Start(given, log.chosen_format, hang_timeout_s))
+            except OverflowError as error:
+                raise ConfigError(
+                    "an integer in the engine's arguments has more than 64 bits; give a smaller one"
+                ) from error
             message = await client._receive()
             if isinstance(message, messages.StartFailed):
                 raise error_named(message.kind, message.message)

@@ -20,7 +20,6 @@ def report(simulator: Simulator) -> dict[str, Any]:
     """
     record, blocks, scheduler = simulator.record, simulator.blocks, simulator.scheduler
     num_tokens, stats = simulator.committer.num_generated_tokens, blocks.stats
-    drafts = [] if scheduler.drafting is None else list(scheduler.drafting.stats.values())
     by_swap = scheduler.preemptor.num_preemptions_by_swap
     return {
         "requests": len(record.total_s),
@@ -29,8 +28,7 @@ def report(simulator: Simulator) -> dict[str, Any]:
         "simulated_s": round(simulator.now_s, 3),
         "output_tokens": num_tokens,
         "output_tokens_per_s": round(num_tokens / max(simulator.now_s, 1e-9), 2),
-        "drafted_tokens": sum(counts.num_tokens for counts in drafts),
-        "accepted_tokens": sum(counts.num_accepted for counts in drafts),
+        **draft_figures([simulator]),
         "first_token_s": percentiles(record.first_token_s),
         "per_token_s": percentiles(record.per_token_s),
         "total_s": percentiles(record.total_s),
@@ -56,6 +54,16 @@ def _memory(moments: Sequence[Moment], block_size: int) -> dict[str, float]:
         "sharing_savings": share(sum(savings), len(savings)),
         "peak_sharing_savings": round(max(savings, default=0.0), 4),
         "mean_blocks_used": round(used / max(1, len(moments)), 1),
+    }
+
+
+def draft_figures(simulators: Sequence[Simulator]) -> dict[str, int]:
+    """Return how many tokens were drafted, and how many of them were accepted."""
+    every = [each.scheduler.drafting for each in simulators]
+    counts = [count for drafting in every if drafting is not None for count in drafting.stats.values()]
+    return {
+        "drafted_tokens": sum(count.num_tokens for count in counts),
+        "accepted_tokens": sum(count.num_accepted for count in counts),
     }
 
 

@@ -12,6 +12,9 @@ from quire.common.errors import CheckpointError, UnsupportedModelError
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 
+_MAX_DIM = 65536
+"""Tables are made before the memory plan has counted them."""
+
 
 @dataclass(frozen=True, slots=True)
 class RopeShape:
@@ -40,14 +43,15 @@ class RopeShape:
         scales_queries: bool = False,
     ) -> "RopeShape":
         """`rotary_dim`: if not given, the share of a head that the parameters name. `scales_queries`: whether the
-        parameters may have a `llama_4_scaling_beta`. Raises CheckpointError for an odd number of dimensions, or for
-        more than a head has, and UnsupportedModelError for queries that are scaled but rotated in part."""
+        parameters may have a `llama_4_scaling_beta`. Raises CheckpointError for an odd number of dimensions, for
+        more than a head has, or for more than _MAX_DIM, and UnsupportedModelError for queries that are scaled but
+        rotated in part."""
         share = parameters.number("partial_rotary_factor")
         rotary_dim = int(head_dim * share) if rotary_dim is None else rotary_dim
-        if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        if rotary_dim % 2 or not 0 < rotary_dim <= min(head_dim, _MAX_DIM):
             raise CheckpointError(
                 f"{parameters.source}: rotary embedding needs an even number of dimensions, not {rotary_dim}: head_dim "
-                f"is {head_dim}, and partial_rotary_factor is {share:g}"
+                f"is {head_dim}, partial_rotary_factor is {share:g}, and at most {_MAX_DIM} dimensions are supported"
             )
         growth = parameters.get("llama_4_scaling_beta") or None
         if growth is not None:

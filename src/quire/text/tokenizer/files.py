@@ -123,7 +123,8 @@ def _read_vocabulary(folder: Path, config: Mapping[str, Any], added: Mapping[int
             return Built(_read_merges(vocab, merges, config))
     raise TokenizerError(
         f"{folder} has no tokenizer: neither tokenizer.json, nor tekken.json, {', '.join(_MODELS)}, *.tiktoken, or "
-        "vocab.json with merges.txt was found. Give another folder or hub id with the argument `tokenizer`"
+        "vocab.json with merges.txt was found. Give another folder or hub id with the argument `tokenizer`; a "
+        "draft model must have one beside its weights"
     )
 
 

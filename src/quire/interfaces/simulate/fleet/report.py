@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.interfaces.simulate.fleet.simulator import FleetSimulator
-from quire.interfaces.simulate.report import percentiles, share, tenant_figures
+from quire.interfaces.simulate.report import draft_figures, percentiles, share, tenant_figures
 
 
 def fleet_report(fleet: FleetSimulator) -> dict[str, Any]:
@@ -23,6 +23,7 @@ def fleet_report(fleet: FleetSimulator) -> dict[str, Any]:
         "simulated_s": round(fleet.now_s, 3),
         "output_tokens": record.num_output_tokens,
         "output_tokens_per_s": round(record.num_output_tokens / max(fleet.now_s, 1e-9), 2),
+        **draft_figures([engine.simulator for engine in engines]),
         "first_token_s": percentiles(record.first_token_s),
         "per_token_s": percentiles(record.per_token_s),
         "total_s": percentiles(record.total_s),
