@@ -62,7 +62,7 @@ ASKED: dict[str, tuple[str, Any, str]] = {
     "100,000 lists of ids": (EMBED, {"input": [[1]] * 100_000}, "100,000 texts"),
     "more ids than the model takes": (EMBED, {"input": [7] * 200_000}, "200000 tokens"),
     "no texts for Cohere": ("/v2/embed", {"texts": []}, "texts must not be empty"),
-    "no tokens for Cohere": ("/v2/embed", {"texts": ["a"], "max_tokens": 0}, "truncate_prompt_tokens=0"),
+    "no tokens for Cohere": ("/v2/embed", {"texts": ["a"], "max_tokens": 0}, "max_tokens=0"),
     "integers for Cohere": ("/v2/embed", {"texts": ["a"], "embedding_types": ["int8"]}, r"embedding_types\[0\]"),
     "one side twice": ("/score", {"text_1": "a", "queries": "b", "text_2": "c"}, "exactly one of text_1"),
     "documents that are one text": ("/rerank", {"query": "a", "documents": "b"}, "documents: expected an array"),
