@@ -108,3 +108,17 @@ def test_the_quota_of_control_groups_is_the_lowest(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path) == 2.5
     (inner / "cpu.max").write_text("150000 100000\n", encoding="ascii")
     assert cpu_quota(tmp_path) == 1.5
+    for no_limit in ("50000 0", "-1 100000", "50000", f"1{'0' * 400} 1"):
+        (inner / "cpu.max").write_text(no_limit, encoding="ascii")
+        assert cpu_quota(tmp_path) == 2.5
+
+
+def test_the_quota_of_version_1_is_that_of_the_cpu_controller(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/other\n3:cpu,cpuacct:/outer/inner\n", encoding="ascii")
+    inner = tmp_path / "sys/fs/cgroup/cpu/outer/inner"
+    inner.mkdir(parents=True)
+    for folder, quota in ((inner, -1), (inner.parent, 150_000), (inner.parent.parent, 400_000)):
+        (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n", encoding="ascii")
+        (folder / "cpu.cfs_period_us").write_text("100000\n", encoding="ascii")
+    assert cpu_quota(tmp_path) == 1.5

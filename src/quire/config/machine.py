@@ -15,6 +15,11 @@ from pathlib import Path
 from quire.common.errors import ConfigError, OutOfMemoryError
 
 _CPUS = Path("/sys/devices/system/cpu")
+_GROUP_FILES = {
+    "memory": (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    "cpu": (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
+}
+"""The files of a control group that say (limit, use) or (quota, period), in version 2 and in version 1."""
 _PIECE_BYTES = 1024 * 1024
 _MEASURED_S, _MAX_PIECES = 0.1, 64
 _ASSUMED_BYTES_PER_S = 1e9
@@ -42,13 +47,12 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
     is available. Pages that the kernel can drop (inactive file cache) count as available. On systems without /proc, the
     physical memory is returned.
     """
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-    except OSError:
+    sizes = re.findall(r"^(\w+):[ \t]*([0-9]+)", text_of(root / "proc/meminfo"), re.MULTILINE)
+    info = {name: int(kib) * 1024 for name, kib in sizes}
+    if not info.keys() >= {"MemTotal", "MemFree"}:
         return _physical_memory()
-    info = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":") for line in lines)}
     limit, available = info["MemTotal"], info.get("MemAvailable", info["MemFree"])
-    for folder, names in _control_groups(root):
+    for folder, names in _control_groups(root, "memory"):
         group_limit = _read_int(folder / names[0])
         if group_limit is None:
             continue
@@ -58,19 +62,15 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
     return MachineMemory(limit, available)
 
 
-def _control_groups(root: Path) -> list[tuple[Path, tuple[str, str]]]:
-    """Return the folders of this process's control groups, each with the names of its files for (limit, use)."""
-    v2, v1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
+def _control_groups(root: Path, controller: str) -> list[tuple[Path, tuple[str, ...]]]:
+    """Return the folders of the control groups in which `controller` limits this process, each with the names of its
+    files."""
+    v2, v1 = _GROUP_FILES[controller]
     found = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+    for controllers, path in re.findall(r"^[0-9]+:([^:\n]*):(.*)$", text_of(root / "proc/self/cgroup"), re.MULTILINE):
+        if controllers and controller not in controllers.split(","):
             continue
-        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
         folder = top / path.lstrip("/")
         while True:
             found.append((folder, v1 if controllers else v2))
@@ -83,28 +83,29 @@ def _control_groups(root: Path) -> list[tuple[Path, tuple[str, str]]]:
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """Return how many CPUs' time the control groups above this process allow it; None if they set no limit."""
     quotas = []
-    for folder, _ in _control_groups(root):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
-            quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+    for folder, names in _control_groups(root, "cpu"):
+        with contextlib.suppress(ValueError, ArithmeticError):  # "max" and -1 are no limit
+            quota, period = " ".join(text_of(folder / name) for name in names).split()
             quotas.append(int(quota) / int(period))
-    return min(quotas, default=None)
+    return min((quota for quota in quotas if quota > 0), default=None)
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a file of the system, without space around it; empty if the file cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="surrogateescape").strip()
+    except OSError:
+        return ""
 
 
 def _read_int(path: Path) -> int | None:
     """Return the number in a control file; None if the file is missing or says `max`."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
+    text = text_of(path)
     return int(text) if text.isdigit() else None
 
 
 def _inactive_file_bytes(folder: Path) -> int:
-    try:
-        lines = (folder / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    values = dict(line.split() for line in lines)
+    values = dict(re.findall(r"^(\w+) ([0-9]+)$", text_of(folder / "memory.stat"), re.MULTILINE))
     return int(values.get("total_inactive_file", values.get("inactive_file", 0)))
 
 
