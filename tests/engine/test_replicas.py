@@ -96,6 +96,16 @@ def test_cpus_of_a_node_and_of_a_core_lie_together(machine: Path) -> None:
     assert neighbours_first((0, 2, 4, 6)) == [0, 4, 6, 2]
 
 
+def test_cores_of_two_packages_that_share_a_node_are_kept_apart(machine: Path) -> None:
+    for cpu in range(16):  # two packages, the second one of two dies; siblings eight apart
+        (folder := machine / f"cpu{cpu}/topology").mkdir(parents=True)
+        (folder / "core_id").write_text(f"{cpu % 2}\n", encoding="ascii")
+        (folder / "physical_package_id").write_text(f"{cpu // 4 % 2}\n", encoding="ascii")
+        if cpu % 8 >= 4:
+            (folder / "die_id").write_text(f"{cpu // 2 % 2}\n", encoding="ascii")
+    assert neighbours_first(set(range(16)) - {2, 3, 10, 11}) == [0, 8, 1, 9, 4, 12, 5, 13, 6, 14, 7, 15]
+
+
 def test_the_quota_of_control_groups_is_the_lowest(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/outer/inner\n", encoding="ascii")

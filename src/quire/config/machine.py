@@ -180,8 +180,13 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def neighbours_first(cpus: Iterable[int]) -> list[int]:
-    """Return CPUs in an order in which those of a memory node, and of a core, lie together."""
-    return sorted(cpus, key=lambda cpu: (_node(cpu), _number(_CPUS / f"cpu{cpu}/topology/core_id"), cpu))
+    """Return CPUs in an order in which those of a memory node, of a package (socket), and of a core, lie together."""
+    return sorted(cpus, key=lambda cpu: (_node(cpu), *_core(cpu), cpu))
+
+
+def _core(cpu: int) -> list[int]:
+    """The numbers of a CPU's package, die and core: only together they identify the core."""
+    return [_number(_CPUS / f"cpu{cpu}/topology" / name) for name in ("physical_package_id", "die_id", "core_id")]
 
 
 def _node(cpu: int) -> int:
