@@ -211,9 +211,14 @@ def test_where_the_memory_is_unknown_the_error_says_what_to_set(tmp_path, monkey
         machine_memory(tmp_path)
 
 
-def test_the_largest_cache_is_what_the_system_says(tmp_path):
+def test_the_largest_caches_of_all_cpus_that_may_be_used_count_once_each(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {2, 3, 4, 5}, raising=False)
     assert largest_cache_bytes(tmp_path) == 0
-    for index, size in enumerate(["48K", "2048K", "491520K", "unknown"]):
-        (folder := tmp_path / f"cpu0/cache/index{index}").mkdir(parents=True)
-        (folder / "size").write_text(size + "\n")
-    assert largest_cache_bytes(tmp_path) == 480 * 2**20
+    for cpu in range(6):  # a cache for each two of them; 0 and 1 may not be used
+        for index, size in enumerate(["48K", "2048K", "491520K", "unknown"]):
+            write(tmp_path, f"cpu{cpu}/cache/index{index}/size", size + "\n")
+            write(tmp_path, f"cpu{cpu}/cache/index{index}/shared_cpu_list", f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}\n")
+    assert largest_cache_bytes(tmp_path) == 2 * 480 * 2**20
+    for cpu in (2, 3):
+        (tmp_path / f"cpu{cpu}/cache/index2/shared_cpu_list").unlink()
+    assert largest_cache_bytes(tmp_path) == 3 * 480 * 2**20

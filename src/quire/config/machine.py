@@ -196,13 +196,23 @@ def _node(cpu: int) -> int:
 
 
 def _number(path: Path) -> int:
-    try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return 0
+    """The number that a file begins with; 0 if there is none."""
+    found = re.match(r"-?[0-9]+", text_of(path))
+    return int(found[0]) if found else 0
+
+
+def allowed_cpus() -> list[int]:
+    """Return the CPUs that this process may use, sorted."""
+    return sorted(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
 def largest_cache_bytes(cpus: Path = _CPUS) -> int:
-    """Return the size of the largest cache that the first CPU reads through; 0 if the system does not tell."""
-    sizes = [path.read_text().strip() for path in cpus.glob("cpu0/cache/index*/size")]
-    return max([int(size[:-1]) * 1024 for size in sizes if re.fullmatch(r"[0-9]+K", size)], default=0)
+    """Return the size of the largest caches of all CPUs that this process may use; 0 if they are unknown. A
+    cache that CPUs share counts once."""
+    largest: dict[str, int] = {}
+    for cpu in allowed_cpus():
+        folders = (cpus / f"cpu{cpu}/cache").glob("index*")
+        caches = [(_number(folder / "size"), text_of(folder / "shared_cpu_list") or str(cpu)) for folder in folders]
+        kib, sharing = max(caches, default=(0, ""))
+        largest[sharing] = kib
+    return sum(largest.values()) * 1024
