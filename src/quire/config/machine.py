@@ -105,7 +105,7 @@ def _read_int(path: Path) -> int | None:
 
 
 def _inactive_file_bytes(folder: Path) -> int:
-    values = dict(re.findall(r"^(\w+) ([0-9]+)$", text_of(folder / "memory.stat"), re.MULTILINE))
+    values: dict[str, str] = dict(re.findall(r"^(\w+) ([0-9]+)$", text_of(folder / "memory.stat"), re.MULTILINE))
     return int(values.get("total_inactive_file", values.get("inactive_file", 0)))
 
 
