@@ -199,6 +199,26 @@ def test_plan_reads_no_weights(tmp_path: Path, run: Run) -> None:
     assert run("plan", str(tmp_path / "config.json"))[0] == 2
 
 
+def test_plan_shows_the_part_of_each_of_several_engines(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr("quire.engine.routing.replicas.cpu_quota", lambda: None)
+    several = ["plan", "--memory-limit", "400MiB", "--data-parallel-size"]
+    status, out, _ = run(*several, "2")
+    assert status == 0
+    assert "memory      200.00 MiB of 200.00 MiB free" in out
+    assert "engines     2; this is the plan of each" in out
+    plans = [json.loads(run(*several, number, "--json")[1]) for number in ("1", "2")]
+    assert [(plan["data_parallel_size"], plan["machine_limit_bytes"]) for plan in plans] == [
+        (1, 400 * 2**20), (2, 200 * 2**20),
+    ]  # fmt: skip
+    status, _, error = run(*several, "3")
+    assert status == 2
+    assert "need 3 CPUs, and 2 are available" in error
+    assert "data_parallel_size=0: must be 1 to 1024" in run(*several, "0")[2]
+    status, out, _ = run(*several, "3", "--distributed-executor-backend", "ray")
+    assert (status, "engines" in out) == (0, False), "its CPUs are not this machine's"
+
+
 def test_plan_refuses_weights_that_do_not_fit_the_config(run: Run) -> None:
     """As a server would, which reads the same headers before any weight."""
     status, out, error = run("plan", "--hf-overrides", '{"intermediate_size": 100}')

@@ -1,6 +1,9 @@
 """`quire doctor`: what it finds on machines of several kinds, laid out as folders."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,8 +82,8 @@ def test_what_slows_a_machine_down_gets_advice(tmp_path, change, name, value, ad
 
 def test_a_machine_with_several_nodes_gets_advice(tmp_path):
     root = machine(tmp_path)
-    for node in ("node0", "node1"):
-        (root / "sys/devices/system/node" / node).mkdir(parents=True)
+    nodes = {f"sys/devices/system/node/node{i}/cpulist": cpus for i, cpus in enumerate(("0-1\n", "2-3\n", "\n"))}
+    lay_out(root, nodes)  # the last one has only memory
     found = finding(root, "NUMA nodes")
     assert found.value == "2"
     assert "numactl" in found.advice
@@ -95,10 +98,22 @@ def test_threads_that_share_a_core_are_counted(tmp_path, monkeypatch):
     assert "--num-threads 1" in found.advice
 
 
-def test_a_quota_that_leaves_cpus_unused_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("quota", "limit", "advice"),
+    [
+        ("250000 100000", "; a control group (container) limits them to the time of 2.5 CPUs", "leaves CPUs unused"),
+        ("50000 100000", "; a control group (container) limits them to the time of 0.5 CPUs", "to at least 1 CPU"),
+        ("max 100000", "", ""),
+    ],
+)
+def test_a_quota_is_shown_with_what_it_costs(tmp_path, monkeypatch, quota, limit, advice):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
     monkeypatch.setattr("quire.kernels.num_threads", lambda: 2)
-    assert "quota" in finding(machine(tmp_path), "threads").advice
+    group = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": quota}
+    found = finding(lay_out(machine(tmp_path), group), "threads")
+    assert found.value.endswith(f"8 cores{limit}")
+    assert advice in found.advice
+    assert bool(advice) == bool(found.advice), "other limits of threads are not a quota"
 
 
 def test_a_control_group_s_limit_is_named(tmp_path):
@@ -126,6 +141,25 @@ def test_torch_that_cannot_be_imported_is_fatal(tmp_path, monkeypatch):
     found = finding(machine(tmp_path), "torch")
     assert found.is_fatal
     assert "install.md" in found.advice
+
+
+def test_sizes_that_are_missing_are_passed_over(tmp_path):
+    assert finding(machine(tmp_path, meminfo="SwapTotal:\n" + meminfo(64, 48 * 1024)), "memory").advice == ""
+
+
+@pytest.mark.parametrize("broken", ["instructions", "torch"])
+def test_the_command_prints_its_findings_where_models_cannot_run(tmp_path, broken):
+    variables = {"QUIRE_ISA": "avx513"}
+    if broken == "torch":
+        lay_out(tmp_path, {"torch/__init__.py": "raise OSError('libtorch_cpu.so: not found')\n"})
+        variables = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    command = [sys.executable, "-m", "quire", "doctor", "--json"]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (1, "")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    fatal = {row["name"]: row["value"] for row in rows if row["is_fatal"]}
+    assert fatal.keys() == {"torch" if broken == "torch" else "kernels"}
+    assert {"threads", "memory", "models"} <= {row["name"] for row in rows}
 
 
 def test_a_machine_without_these_files_is_examined(tmp_path):

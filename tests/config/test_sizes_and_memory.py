@@ -172,10 +172,34 @@ def test_a_limit_above_the_machine_changes_nothing(root):
     assert (memory.limit_bytes, memory.available_bytes) == (16 * GIB, 12 * GIB)
 
 
-def test_without_proc_the_physical_memory_counts(tmp_path, monkeypatch):
+@pytest.mark.parametrize("line", ["", "no colon", "HugePages_Free:", "        total:    used:    free:"])
+def test_lines_that_say_no_size_are_passed_over(root, line):
+    for path, text in {
+        "proc/meminfo": f"{line}\n{(root / 'proc/meminfo').read_text()}",
+        "proc/self/cgroup": f"{line}\n0::/box\n",
+        "sys/fs/cgroup/box/memory.max": f"{GIB}\n",
+        "sys/fs/cgroup/box/memory.current": f"{GIB}\n",
+        "sys/fs/cgroup/box/memory.stat": f"{line}\ninactive_file 7\n{line}\n",
+    }.items():
+        write(root, path, text)
+    memory = machine_memory(root)
+    assert (memory.limit_bytes, memory.available_bytes) == (GIB, 7)
+
+
+def test_the_name_of_a_group_may_be_no_text(root):
+    write(root, "proc/self/cgroup", "")
+    (root / "proc/self/cgroup").write_bytes(b"0::/caf\xe9\n")
+    write(root, "sys/fs/cgroup/caf\udce9/memory.max", f"{GIB}\n")
+    assert machine_memory(root).limit_bytes == GIB
+
+
+def test_without_sizes_in_proc_the_physical_memory_counts(tmp_path, monkeypatch):
     monkeypatch.setattr("os.sysconf", {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__)
-    memory = machine_memory(tmp_path)
-    assert (memory.limit_bytes, memory.available_bytes) == (4096 * 1000, 4096 * 1000)
+    for text in (None, "", "MemTotal:\n"):
+        if text is not None:
+            write(tmp_path, "proc/meminfo", text)
+        memory = machine_memory(tmp_path)
+        assert (memory.limit_bytes, memory.available_bytes) == (4096 * 1000, 4096 * 1000)
 
 
 def test_where_the_memory_is_unknown_the_error_says_what_to_set(tmp_path, monkeypatch):
@@ -187,9 +211,14 @@ def test_where_the_memory_is_unknown_the_error_says_what_to_set(tmp_path, monkey
         machine_memory(tmp_path)
 
 
-def test_the_largest_cache_is_what_the_system_says(tmp_path):
+def test_the_largest_caches_of_all_cpus_that_may_be_used_count_once_each(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {2, 3, 4, 5}, raising=False)
     assert largest_cache_bytes(tmp_path) == 0
-    for index, size in enumerate(["48K", "2048K", "491520K", "unknown"]):
-        (folder := tmp_path / f"cpu0/cache/index{index}").mkdir(parents=True)
-        (folder / "size").write_text(size + "\n")
-    assert largest_cache_bytes(tmp_path) == 480 * 2**20
+    for cpu in range(6):  # a cache for each two of them; 0 and 1 may not be used
+        for index, size in enumerate(["48K", "2048K", "491520K", "unknown"]):
+            write(tmp_path, f"cpu{cpu}/cache/index{index}/size", size + "\n")
+            write(tmp_path, f"cpu{cpu}/cache/index{index}/shared_cpu_list", f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}\n")
+    assert largest_cache_bytes(tmp_path) == 2 * 480 * 2**20
+    for cpu in (2, 3):
+        (tmp_path / f"cpu{cpu}/cache/index2/shared_cpu_list").unlink()
+    assert largest_cache_bytes(tmp_path) == 3 * 480 * 2**20

@@ -96,6 +96,16 @@ def test_cpus_of_a_node_and_of_a_core_lie_together(machine: Path) -> None:
     assert neighbours_first((0, 2, 4, 6)) == [0, 4, 6, 2]
 
 
+def test_cores_of_two_packages_that_share_a_node_are_kept_apart(machine: Path) -> None:
+    for cpu in range(16):  # two packages, the second one of two dies; siblings eight apart
+        (folder := machine / f"cpu{cpu}/topology").mkdir(parents=True)
+        (folder / "core_id").write_text(f"{cpu % 2}\n", encoding="ascii")
+        (folder / "physical_package_id").write_text(f"{cpu // 4 % 2}\n", encoding="ascii")
+        if cpu % 8 >= 4:
+            (folder / "die_id").write_text(f"{cpu // 2 % 2}\n", encoding="ascii")
+    assert neighbours_first(set(range(16)) - {2, 3, 10, 11}) == [0, 8, 1, 9, 4, 12, 5, 13, 6, 14, 7, 15]
+
+
 def test_the_quota_of_control_groups_is_the_lowest(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/outer/inner\n", encoding="ascii")
@@ -107,4 +117,18 @@ def test_the_quota_of_control_groups_is_the_lowest(tmp_path: Path) -> None:
     (inner.parent / "cpu.max").write_text("250000 100000\n", encoding="ascii")
     assert cpu_quota(tmp_path) == 2.5
     (inner / "cpu.max").write_text("150000 100000\n", encoding="ascii")
+    assert cpu_quota(tmp_path) == 1.5
+    for no_limit in ("50000 0", "-1 100000", "50000", f"1{'0' * 400} 1"):
+        (inner / "cpu.max").write_text(no_limit, encoding="ascii")
+        assert cpu_quota(tmp_path) == 2.5
+
+
+def test_the_quota_of_version_1_is_that_of_the_cpu_controller(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/other\n3:cpu,cpuacct:/outer/inner\n", encoding="ascii")
+    inner = tmp_path / "sys/fs/cgroup/cpu/outer/inner"
+    inner.mkdir(parents=True)
+    for folder, quota in ((inner, -1), (inner.parent, 150_000), (inner.parent.parent, 400_000)):
+        (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n", encoding="ascii")
+        (folder / "cpu.cfs_period_us").write_text("100000\n", encoding="ascii")
     assert cpu_quota(tmp_path) == 1.5

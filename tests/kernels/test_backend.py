@@ -46,6 +46,12 @@ def test_an_isa_can_be_forced(isa):
         assert backends.choose_cpu_backend(isa).isa == isa
 
 
+@needs_native
+def test_an_empty_isa_is_none():
+    with using(kernels.isa()):
+        assert backends.choose_cpu_backend("").isa == backends.choose_cpu_backend(None).isa
+
+
 def test_an_unknown_isa_is_refused_with_the_nearest_name():
     with pytest.raises(ConfigError, match=r"QUIRE_ISA=avx513 .*did you mean 'avx512'"):
         backends.choose_cpu_backend("avx513")

@@ -1,5 +1,7 @@
 """Workspaces and recorded kernels."""
 
+import errno
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import kernels
-from quire.common.errors import KernelError
+from quire.common.errors import KernelError, OutOfMemoryError
 from quire.kernels.backends.workspace import WeightMemory, empty
 from tests.kernels.isas import ISAS, needs_native, using
 
@@ -66,6 +68,25 @@ def test_what_does_not_fit_a_region_gets_one_of_its_own():
         tensors = [empty((size, LARGE), torch.uint8) for size in (1, 1, 30)]
     assert len({t.data_ptr() for t in tensors}) == 3
     assert workspace.num_bytes_taken >= 32 * LARGE
+
+
+def test_a_system_that_refuses_huge_pages_gives_small_ones(monkeypatch):
+    class WithoutHugePages(mmap.mmap):
+        def madvise(self, option: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", WithoutHugePages)
+    with kernels.Workspace():
+        assert empty((LARGE,), torch.uint8).fill_(3).sum() == 3 * LARGE
+    assert WeightMemory().empty(LARGE).shape == (LARGE,)
+
+
+def test_memory_that_the_machine_refuses_is_an_error_with_advice():
+    with (
+        kernels.Workspace(region_bytes=2**62),
+        pytest.raises(OutOfMemoryError, match=r"refused 4611686018427387904 .*low"),
+    ):
+        empty((LARGE,), torch.uint8)
 
 
 def test_outside_a_workspace_and_in_another_thread_memory_is_the_systems():

@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from quire.common.errors import QuireError
 from quire.common.version import __version__
-from quire.config.machine import format_bytes, machine_memory
+from quire.config.machine import allowed_cpus, cpu_quota, format_bytes, machine_memory, text_of
 
 _FEATURES = (
     "avx2",
@@ -64,11 +65,13 @@ def run(options: argparse.Namespace) -> int:
 
 def examine(root: Path, measures: bool) -> Iterator[Finding]:
     """Yield all findings; files of the system are read below `root`."""
-    yield from _installation()
-    yield from _processor(root)
+    installed = list(_installation())
+    can_run = not any(found.is_fatal for found in installed)
+    yield from installed
+    yield from _processor(root, can_run)
     yield from _memory(root)
     yield from _storage(root)
-    if measures:
+    if measures and can_run:
         yield from _speeds(root)
 
 
@@ -101,21 +104,24 @@ def _installation() -> Iterator[Finding]:
         else ""
     )
     yield Finding(area, "torch", torch.__version__, advice)
+    wanted = os.environ.get("QUIRE_ISA")
+    try:
+        from quire import kernels
+    except QuireError as error:
+        yield Finding(area, "kernels", str(error), "unset QUIRE_ISA, or set it to one of these", is_fatal=True)
+        return
     try:
         native = importlib.import_module("quire._native")
     except ImportError as error:
         advice = "install Quire from a wheel, or again where there is a C++20 compiler"
         yield Finding(area, "kernels", f"the native kernels cannot be imported: {error}", advice)
         return
-    from quire import kernels
-
-    wanted = os.environ.get("QUIRE_ISA")
     best = native.available_isas()[0]
     advice = f"QUIRE_ISA={wanted} is set: without it {best} is used" if wanted and wanted != best else ""
     yield Finding(area, "kernels", f"{kernels.isa()}, of {', '.join(native.available_isas())}", advice)
 
 
-def _processor(root: Path) -> Iterator[Finding]:
+def _processor(root: Path, can_run: bool) -> Iterator[Finding]:
     area = "processor"
     info = _table(root / "proc/cpuinfo")
     has = set(info.get("flags", info.get("Features", "")).split())
@@ -127,35 +133,38 @@ def _processor(root: Path) -> Iterator[Finding]:
         elif "avx512f" in has and "avx512_bf16" not in has:
             advice = "products in bfloat16 are converted to float32 here: `--quantization int8` avoids that"
         yield Finding(area, "instructions", " ".join(name for name in _FEATURES if name in has) or "basic", advice)
-    yield _threads(root)
-    num_nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
+    yield _threads(root, can_run)
+    nodes = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
+    num_nodes = sum(text_of(cpus) != "" for cpus in nodes)  # some nodes have only memory
     if num_nodes > 1:
         advice = "start each server on one node: numactl --cpunodebind=0 --membind=0 quire serve ..."
         yield Finding(area, "NUMA nodes", str(num_nodes), advice)
-    governor = _text(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+    governor = text_of(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     if governor:
         advice = "the clock rises slowly: cpupower frequency-set --governor performance" * (governor == "powersave")
         yield Finding(area, "clock governor", governor, advice)
 
 
-def _threads(root: Path) -> Finding:
+def _threads(root: Path, can_run: bool) -> Finding:
     """The threads of the kernels, and the CPUs and cores that they have."""
-    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cpus, quota = allowed_cpus(), cpu_quota(root)
     topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    siblings = {_text(root / topology.format(cpu)) or str(cpu) for cpu in cpus}
+    siblings = {text_of(root / topology.format(cpu)) or str(cpu) for cpu in cpus}
     value = f"{len(cpus)} CPUs of {os.cpu_count()}, {len(siblings)} cores"
-    try:
+    if quota is not None:
+        value += f"; a control group (container) limits them to the time of {quota:g} CPUs"
+    num_threads = len(cpus)
+    if can_run:
         from quire import kernels
 
         num_threads = kernels.num_threads()
-    except ImportError:
-        num_threads = len(cpus)
-    if num_threads < len(cpus):
+    advice = ""
+    if quota is not None and quota < 1:
+        advice = "each step stalls when the quota is used up: raise it to at least 1 CPU (docker: --cpus)"
+    elif quota is not None and quota < len(cpus):
         advice = "the container's CPU quota leaves CPUs unused: raise it (docker: --cpus)"
     elif len(siblings) < num_threads:
         advice = f"two threads share a core: compare `quire bench throughput` with --num-threads {len(siblings)}"
-    else:
-        advice = ""
     return Finding("processor", "threads", f"{num_threads}; {value}", advice)
 
 
@@ -173,7 +182,7 @@ def _memory(root: Path) -> Iterator[Finding]:
     if swapped > 0:
         advice = "weights or cache in swap make each step wait for the disk: lower --kv-cache-memory"
         yield Finding(area, "swap", f"{format_bytes(swapped)} in use", advice)
-    setting = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    setting = text_of(root / "sys/kernel/mm/transparent_hugepage/enabled")
     if setting:
         chosen = setting.partition("[")[2].partition("]")[0]
         advice = "weights are read up to a quarter slower; as root: echo madvise > "
@@ -226,17 +235,10 @@ def _speeds(root: Path) -> Iterator[Finding]:
     yield Finding("speed", "prompts", f"of a model with 1 billion weights, at most, in tokens/s: {prompts}")
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 def _table(path: Path) -> dict[str, str]:
     """The first value of each name in a file of lines `name: value`."""
     found: dict[str, str] = {}
-    for line in _text(path).splitlines():
+    for line in text_of(path).splitlines():
         name, colon, value = line.partition(":")
         if colon:
             found.setdefault(name.strip(), value.strip())
@@ -245,12 +247,13 @@ def _table(path: Path) -> dict[str, str]:
 
 def _kib(table: dict[str, str], name: str) -> int:
     """A size of /proc/meminfo in bytes; 0 if it is missing."""
-    return int(table.get(name, "0").split()[0]) * 1024
+    found = re.match("[0-9]+", table.get(name, ""))
+    return int(found[0]) * 1024 if found else 0
 
 
 def _file_system(root: Path, path: Path) -> str:
     """The type of the file system that holds `path`; empty if it is unknown."""
-    mounts = [line.split() for line in _text(root / "proc/mounts").splitlines()]
+    mounts = [line.split() for line in text_of(root / "proc/mounts").splitlines()]
     folders = [(fields[1].replace("\\040", " "), fields[2]) for fields in mounts if len(fields) > 2]
     found = [(len(folder), kind) for folder, kind in folders if path.resolve().is_relative_to(folder)]
     return max(found, default=(0, ""))[1]

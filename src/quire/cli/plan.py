@@ -16,6 +16,7 @@ from quire.cli.arguments.options import add_engine_arguments, add_model_argument
 from quire.common.errors import ConfigError
 from quire.config.args import EngineArgs
 from quire.config.checkpoint.draft_heads import own_head
+from quire.engine.routing.replicas import replica_args
 
 if TYPE_CHECKING:
     from quire.interfaces.simulate.fleet.search import FleetPoint
@@ -52,14 +53,21 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--slo, --costs and --plot are of a fleet: give --fleet TRACE as well")
     if options.fleet is not None:
         return _plan_fleet(options)
-    plan = plan_memory(EngineArgs(**engine_kwargs(options)))
+    args = EngineArgs(**engine_kwargs(options))
+    num_engines = 1 if args.distributed_executor_backend == "ray" else args.data_parallel_size
+    if num_engines != 1:
+        args.resolve()  # raises ConfigError for a number out of bounds, and for several engines on several machines
+        args = replica_args(args)[0]
+    plan = plan_memory(args)
     for model in filter(None, (plan.config.model, plan.config.draft)):
         check_weights(model)
     has_unused = plan.config.draft is None and own_head(plan.config.model) == "mtp"
     if options.json:
-        print(json.dumps(plan.to_dict() | {"has_unused_mtp_layer": has_unused}))
+        print(json.dumps(plan.to_dict() | {"data_parallel_size": num_engines, "has_unused_mtp_layer": has_unused}))
         return 0
     print(plan)
+    if num_engines > 1:
+        print(f"engines     {num_engines}; this is the plan of each, in its part of the memory and the CPUs")
     if has_unused:
         print(
             """unused      a layer for multi-token prediction, to draft by --speculative-config '{"method": "mtp"}'"""

@@ -15,6 +15,11 @@ from pathlib import Path
 from quire.common.errors import ConfigError, OutOfMemoryError
 
 _CPUS = Path("/sys/devices/system/cpu")
+_GROUP_FILES = {
+    "memory": (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    "cpu": (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
+}
+"""The files of a control group that say (limit, use) or (quota, period), in version 2 and in version 1."""
 _PIECE_BYTES = 1024 * 1024
 _MEASURED_S, _MAX_PIECES = 0.1, 64
 _ASSUMED_BYTES_PER_S = 1e9
@@ -42,13 +47,12 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
     is available. Pages that the kernel can drop (inactive file cache) count as available. On systems without /proc, the
     physical memory is returned.
     """
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-    except OSError:
+    sizes = re.findall(r"^(\w+):[ \t]*([0-9]+)", text_of(root / "proc/meminfo"), re.MULTILINE)
+    info = {name: int(kib) * 1024 for name, kib in sizes}
+    if not info.keys() >= {"MemTotal", "MemFree"}:
         return _physical_memory()
-    info = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":") for line in lines)}
     limit, available = info["MemTotal"], info.get("MemAvailable", info["MemFree"])
-    for folder, names in _control_groups(root):
+    for folder, names in _control_groups(root, "memory"):
         group_limit = _read_int(folder / names[0])
         if group_limit is None:
             continue
@@ -58,19 +62,15 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
     return MachineMemory(limit, available)
 
 
-def _control_groups(root: Path) -> list[tuple[Path, tuple[str, str]]]:
-    """Return the folders of this process's control groups, each with the names of its files for (limit, use)."""
-    v2, v1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
+def _control_groups(root: Path, controller: str) -> list[tuple[Path, tuple[str, ...]]]:
+    """Return the folders of the control groups in which `controller` limits this process, each with the names of its
+    files."""
+    v2, v1 = _GROUP_FILES[controller]
     found = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+    for controllers, path in re.findall(r"^[0-9]+:([^:\n]*):(.*)$", text_of(root / "proc/self/cgroup"), re.MULTILINE):
+        if controllers and controller not in controllers.split(","):
             continue
-        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
         folder = top / path.lstrip("/")
         while True:
             found.append((folder, v1 if controllers else v2))
@@ -83,28 +83,29 @@ def _control_groups(root: Path) -> list[tuple[Path, tuple[str, str]]]:
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """Return how many CPUs' time the control groups above this process allow it; None if they set no limit."""
     quotas = []
-    for folder, _ in _control_groups(root):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
-            quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+    for folder, names in _control_groups(root, "cpu"):
+        with contextlib.suppress(ValueError, ArithmeticError):  # "max" and -1 are no limit
+            quota, period = " ".join(text_of(folder / name) for name in names).split()
             quotas.append(int(quota) / int(period))
-    return min(quotas, default=None)
+    return min((quota for quota in quotas if quota > 0), default=None)
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a file of the system, without space around it; empty if the file cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="surrogateescape").strip()
+    except OSError:
+        return ""
 
 
 def _read_int(path: Path) -> int | None:
     """Return the number in a control file; None if the file is missing or says `max`."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
+    text = text_of(path)
     return int(text) if text.isdigit() else None
 
 
 def _inactive_file_bytes(folder: Path) -> int:
-    try:
-        lines = (folder / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    values = dict(line.split() for line in lines)
+    values: dict[str, str] = dict(re.findall(r"^(\w+) ([0-9]+)$", text_of(folder / "memory.stat"), re.MULTILINE))
     return int(values.get("total_inactive_file", values.get("inactive_file", 0)))
 
 
@@ -179,8 +180,13 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def neighbours_first(cpus: Iterable[int]) -> list[int]:
-    """Return CPUs in an order in which those of a memory node, and of a core, lie together."""
-    return sorted(cpus, key=lambda cpu: (_node(cpu), _number(_CPUS / f"cpu{cpu}/topology/core_id"), cpu))
+    """Return CPUs in an order in which those of a memory node, of a package (socket), and of a core, lie together."""
+    return sorted(cpus, key=lambda cpu: (_node(cpu), *_core(cpu), cpu))
+
+
+def _core(cpu: int) -> list[int]:
+    """The numbers of a CPU's package, die and core: only together they identify the core."""
+    return [_number(_CPUS / f"cpu{cpu}/topology" / name) for name in ("physical_package_id", "die_id", "core_id")]
 
 
 def _node(cpu: int) -> int:
@@ -190,13 +196,23 @@ def _node(cpu: int) -> int:
 
 
 def _number(path: Path) -> int:
-    try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return 0
+    """The number that a file begins with; 0 if there is none."""
+    found = re.match(r"-?[0-9]+", text_of(path))
+    return int(found[0]) if found else 0
+
+
+def allowed_cpus() -> list[int]:
+    """Return the CPUs that this process may use, sorted."""
+    return sorted(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
 def largest_cache_bytes(cpus: Path = _CPUS) -> int:
-    """Return the size of the largest cache that the first CPU reads through; 0 if the system does not tell."""
-    sizes = [path.read_text().strip() for path in cpus.glob("cpu0/cache/index*/size")]
-    return max([int(size[:-1]) * 1024 for size in sizes if re.fullmatch(r"[0-9]+K", size)], default=0)
+    """Return the size of the largest caches of all CPUs that this process may use; 0 if they are unknown. A
+    cache that CPUs share counts once."""
+    largest: dict[str, int] = {}
+    for cpu in allowed_cpus():
+        folders = (cpus / f"cpu{cpu}/cache").glob("index*")
+        caches = [(_number(folder / "size"), text_of(folder / "shared_cpu_list") or str(cpu)) for folder in folders]
+        kib, sharing = max(caches, default=(0, ""))
+        largest[sharing] = kib
+    return sum(largest.values()) * 1024

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from quire import kernels
 from quire.common.errors import ConfigError
-from quire.config.machine import largest_cache_bytes
+from quire.config.machine import largest_cache_bytes, machine_memory
 from quire.config.model import ModelConfig
 from quire.kernels.backends.native.arguments import DTYPE_CODES
 from quire.kernels.backends.native.backend import NativeBackend
@@ -26,8 +26,8 @@ from quire.models.registry import class_of
 from quire.models.weights.loader import build_model, open_weights
 from quire.runner.memory_plan import MemoryPlan
 
-COLD_BYTES = max(256 * 2**20, largest_cache_bytes() * 5 // 4)
-"""More bytes than this CPU's caches hold."""
+COLD_BYTES = max(256 * 2**20, min(largest_cache_bytes() * 5 // 4, machine_memory().available_bytes // 4))
+"""More bytes than the caches of all CPUs hold, or a quarter of the available memory if that is less."""
 _PEAK_ROUNDS, _MIN_CALLS, _MEASUREMENTS = 50_000, 3, 8
 
 

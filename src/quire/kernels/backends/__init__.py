@@ -20,15 +20,15 @@ ISAS = ("portable", "avx2", "avx_vnni", "avx512", "avx512_bf16", "amx", "neon", 
 
 
 def choose_cpu_backend(wanted: str | None) -> Backend:
-    """The native kernels, set to the ISA variant `wanted` (None: the best of this CPU), or the reference."""
-    if wanted is not None and wanted not in ISAS:
+    """The native kernels, set to the ISA variant `wanted` (None or empty: the best of this CPU), or the reference."""
+    if wanted and wanted not in ISAS:
         raise errors.ConfigError(
             f"QUIRE_ISA={wanted} is not one of {', '.join(ISAS)}{errors.nearest_name(wanted, ISAS)}"
         )
     native = None if wanted == "reference" else _import_native()
     if native is None:
         return ReferenceBackend("cpu")
-    if wanted is not None and not native.use_isa(wanted):
+    if wanted and not native.use_isa(wanted):
         raise errors.ConfigError(
             f"QUIRE_ISA={wanted} cannot run here; this CPU has {', '.join(native.available_isas())}"
         )

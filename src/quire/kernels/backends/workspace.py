@@ -8,7 +8,7 @@ import weakref
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 
 import numpy as np
@@ -90,10 +90,16 @@ class Workspace:
 
 
 def _huge_pages(num_bytes: int) -> mmap.mmap:
-    """Anonymous memory, in whole pages: in huge ones where the system grants them."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Anonymous memory, in whole pages: in huge ones where the system grants them. Raises OutOfMemoryError."""
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise OutOfMemoryError(
+            f"the machine refused {num_bytes} bytes: {error}; lower kv_cache_memory or max_num_batched_tokens"
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a hint, which a system without huge pages refuses
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
