@@ -70,7 +70,9 @@ TESTS: dict[str, tuple[str, ...]] = {
         "engine/test_memory_plan.py::test_a_limit_is_never_more_than_the_machine_has",
         "engine/test_experts_in_files.py::test_the_speed_of_a_disk_is_measured_or_assumed",
         "engine/test_replicas.py::test_cpus_of_a_node_and_of_a_core_lie_together",
+        "engine/test_replicas.py::test_cores_of_two_packages_that_share_a_node_are_kept_apart",
         "engine/test_replicas.py::test_the_quota_of_control_groups_is_the_lowest",
+        "engine/test_replicas.py::test_the_quota_of_version_1_is_that_of_the_cpu_controller",
     ),
     "config/model.py": (
         "config/test_model_config.py",
@@ -183,6 +185,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "engine/test_beam_search.py",
         *FAILURES,
         "engine/test_drafts.py",
+        "speculation/test_bitwise.py::test_places_of_accepted_drafts_say_which_are_from_the_prediction",
         "engine/test_failed_steps.py",
         "engine/test_logprobs.py",
     ),

@@ -3,7 +3,7 @@
 import pytest
 
 from quire.common.errors import ConfigError, OutOfMemoryError
-from quire.config.machine import format_bytes, largest_cache_bytes, machine_memory, parse_bytes
+from quire.config.machine import allowed_cpus, format_bytes, largest_cache_bytes, machine_memory, parse_bytes
 
 GIB = 1024**3
 
@@ -222,3 +222,13 @@ def test_the_largest_caches_of_all_cpus_that_may_be_used_count_once_each(tmp_pat
     for cpu in (2, 3):
         (tmp_path / f"cpu{cpu}/cache/index2/shared_cpu_list").unlink()
     assert largest_cache_bytes(tmp_path) == 3 * 480 * 2**20
+
+
+def test_the_cpus_are_those_that_this_process_may_use_or_all(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {5, 2} if pid == 0 else {9}, raising=False)
+    assert allowed_cpus() == [2, 5]
+    monkeypatch.delattr("os.sched_getaffinity")
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    assert allowed_cpus() == [0, 1, 2]
+    monkeypatch.setattr("os.cpu_count", lambda: None)
+    assert allowed_cpus() == [0]

@@ -118,7 +118,9 @@ def test_the_quota_of_control_groups_is_the_lowest(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path) == 2.5
     (inner / "cpu.max").write_text("150000 100000\n", encoding="ascii")
     assert cpu_quota(tmp_path) == 1.5
-    for no_limit in ("50000 0", "-1 100000", "50000", f"1{'0' * 400} 1"):
+    (inner / "cpu.max").write_text("50000 100000\n", encoding="ascii")
+    assert cpu_quota(tmp_path) == 0.5
+    for no_limit in ("50000 0", "0 100000", "-1 100000", "50000", f"1{'0' * 400} 1"):
         (inner / "cpu.max").write_text(no_limit, encoding="ascii")
         assert cpu_quota(tmp_path) == 2.5
 

@@ -168,3 +168,17 @@ def test_a_grammar_that_becomes_too_complex_does_so_at_the_same_token_with_draft
         llm.engine.requests.check_integrity()
     assert found[0] == found[1]
     assert (len(found[0][0]), found[0][1] is None) == ((18, True) if max_tokens == 18 else (19, False))
+
+
+@pytest.mark.parametrize(("method", "is_predicted"), [("prediction", True), ("suffix", False)])
+def test_places_of_accepted_drafts_say_which_are_from_the_prediction(method: str, is_predicted: bool) -> None:
+    drafting = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
+    llm = LLM(num_gpu_blocks_override=40, max_model_len=128, speculative_config=drafting, enable_prefix_caching=False)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    prompt = {"prompt_token_ids": [5, 6, 7, 8] * 8}
+    text = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].text  # what follows it is known to `suffix` now
+    params.prediction = text if is_predicted else None
+    (output,) = llm.generate(prompt, params, use_tqdm=False)[0].outputs
+    assert len(output.accepted_drafts) > 10
+    assert output.accepted_drafts == sorted(set(output.accepted_drafts))
+    assert output.predicted_drafts == (output.accepted_drafts if is_predicted else [])
