@@ -10,6 +10,7 @@ from quire import LLMEngine, LoRARequest
 from quire.common.errors import RequestFailedError
 from quire.common.outputs import RequestOutput
 from quire.common.params import PoolerInfo
+from quire.engine.requests.input_processor import InputProcessor
 from quire.interfaces.pooling import VECTORS, pooling_output, tokenized
 from quire.server.app import make_app
 from quire.server.config import ServerArgs
@@ -79,6 +80,10 @@ class InProcessLLM:
         finally:
             del self._queues[request_id]
             self.engine.abort_request(request_id)
+
+    @property
+    def inputs(self) -> InputProcessor:
+        return self.engine.inputs
 
     @property
     def pooler(self) -> PoolerInfo | None:

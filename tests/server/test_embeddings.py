@@ -323,6 +323,14 @@ def test_documents_are_cut_as_cohere_s_clients_ask_and_the_query_is_not(task):
     assert server.post("/v2/rerank", long | {"max_tokens_per_doc": 10**6}).status == 200
 
 
+def test_of_a_huge_document_only_a_start_is_tokenized(monkeypatch):
+    server, cut, lengths = counting(CountingExecutor("score")), Tokenizer.cut, []
+    monkeypatch.setattr(Tokenizer, "cut", lambda self, text, limit: lengths.append(len(text)) or cut(self, text, limit))
+    body = {"query": "a", "documents": ["b " * 1_000_000], "max_tokens_per_doc": 20}
+    assert server.post("/rerank", body).status == 200
+    assert lengths[0] <= 100_000
+
+
 def test_texts_are_cut_as_cohere_s_clients_ask(embedder):
     def of(text, **fields):
         return embedder.post("/v2/embed", {"texts": [text], **fields}).json["embeddings"]["float"][0]

@@ -89,8 +89,9 @@ async def _cut(model: ServedModel, body: api.RerankRequest, texts: list[str]) ->
         raise invalid(f"max_tokens_per_doc={limit}: must be 1 or more", "max_tokens_per_doc")
     if body.truncate_prompt_tokens is None:
         body.truncate_prompt_tokens = -1
-    tokenizer = model.llm.tokenizer
-    return await asyncio.to_thread(lambda: [tokenizer.cut(text, limit) for text in texts])
+    inputs = model.llm.inputs
+    starts = [inputs.readable(text, True, keeps_start=True) for text in texts]  # no more than the model can take
+    return await asyncio.to_thread(lambda: [inputs.tokenizer.cut(text, limit) for text in starts])
 
 
 async def _score(
