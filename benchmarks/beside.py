@@ -22,7 +22,12 @@ def beside(run: Run) -> Iterator[Row]:
     folder = model_folder()
     texts, _, _ = texts_of(folder)
     config = run.folder / "beside.yaml"
-    generator = {"model": str(ensure_checkpoint(run.checkpoint)), "dtype": "bfloat16", "max_model_len": 1024}
+    generator = {
+        "model": str(ensure_checkpoint(run.checkpoint)),
+        "dtype": "bfloat16",
+        "max_model_len": 1024,
+        "speculative_config": {"method": "off"},  # the stream repeats itself: with drafts a gap would be many tokens'
+    }
     embedder = {"model": str(folder), "dtype": "bfloat16"}
     config.write_text(json.dumps({"models": {"generator": generator, "embedder": embedder}, "preload_models": True}))
     server, url = served("--config", str(config))

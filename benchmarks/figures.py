@@ -48,7 +48,10 @@ def machine(run: Run) -> Iterator[Row]:
 
 
 def throughput(run: Run) -> Iterator[Row]:
-    """Measure batches of 128 tokens in and 64 out, and one long prompt, with all engines of a precision interleaved."""
+    """Measure batches of 128 tokens in and 64 out, and one long prompt, with all engines of a precision interleaved.
+
+    In bfloat16 also a batch whose prompts take about as long as what they generate.
+    """
     cases = [case(num_prompts, 128, 64) for num_prompts in ((1, 8) if run.quick else (1, 8, 32))]
     cases.append(case(1, 2048, 1))
     checkpoint = ensure_checkpoint(run.checkpoint)
@@ -60,7 +63,8 @@ def throughput(run: Run) -> Iterator[Row]:
 
     for precision, engines in PRECISIONS.items():
         made = [engine(run.folder, precision) for engine in engines]
-        yield from interleaved(run, made, checkpoint, cases, 4096, costs)
+        mixed = [] if run.quick or precision != "bfloat16" else [case(24, 200, 48)]
+        yield from interleaved(run, made, checkpoint, cases + mixed, 4096, costs)
 
 
 def embedded(run: Run) -> Iterator[Row]:

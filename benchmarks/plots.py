@@ -30,7 +30,7 @@ _WIDTH = 0.8
 
 def plot_throughput(rows: Sequence[Row], out: Path) -> None:
     """Plot output tokens per second as bars, grouped by batch size and precision, with a line at the limit."""
-    measured = [row for row in rows if row.get("output_len", 1) > 1]
+    measured = [row for row in rows if row.get("input_len") == 128]
     groups = list(dict.fromkeys((row["precision"], row["num_prompts"]) for row in measured))
     engines = list(dict.fromkeys(row["engine"] for row in measured))
     with plt.rc_context(_STYLE):

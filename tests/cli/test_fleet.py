@@ -108,6 +108,7 @@ def test_limits_that_cannot_be_are_refused(capsys, trace, costs, slo):
         (["--degrees", "0"], "give numbers of at least 1"),
         (["--degrees", "2"], "no rows of tensor_parallel_size 2"),
         (["--max-engines", "0"], "must be from 1 to 1000"),
+        (["--data-parallel-size", "2"], "leave out --data-parallel-size"),
         (["--plot", "a.txt"], "the name must end in"),
     ],
 )

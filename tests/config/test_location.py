@@ -241,6 +241,8 @@ def test_an_adapter_is_a_folder_or_two_files_of_the_hub(
     monkeypatch.setenv("HOME", str(tmp_path))
     assert adapter_folder("~/adapter") == tmp_path / "adapter"
     assert len(downloads) == 1
+    with pytest.raises(CheckpointError, match="'~nobody_of_this_name/x' cannot be looked up"):
+        adapter_folder("~nobody_of_this_name/x")
 
 
 def test_what_is_downloaded_is_an_id_of_the_hub_and_nothing_that_is_here(

@@ -52,9 +52,10 @@ def test_an_empty_isa_is_none():
         assert backends.choose_cpu_backend("").isa == backends.choose_cpu_backend(None).isa
 
 
-def test_an_unknown_isa_is_refused_with_the_nearest_name():
-    with pytest.raises(ConfigError, match=r"QUIRE_ISA=avx513 .*did you mean 'avx512'"):
-        backends.choose_cpu_backend("avx513")
+@pytest.mark.parametrize(("wanted", "nearest"), [("avx513", "avx512"), ("AVX2", "avx2")])
+def test_an_unknown_isa_is_refused_with_the_nearest_name(wanted, nearest):
+    with pytest.raises(ConfigError, match=rf"QUIRE_ISA={wanted} .*did you mean '{nearest}'"):
+        backends.choose_cpu_backend(wanted)
 
 
 @needs_native

@@ -80,6 +80,14 @@ def test_lines_are_utf_8_and_may_begin_with_a_byte_order_mark(run_lines: Any, em
     assert run_lines(BOM + b"\n \n")[2].startswith("quire: no text was given")
 
 
+@pytest.mark.parametrize("read_bytes", [1, 2, 3, 5])
+def test_lines_may_be_longer_than_what_is_read_at_once(
+    run_lines: Any, monkeypatch: pytest.MonkeyPatch, read_bytes: int
+) -> None:
+    monkeypatch.setattr(embed, "_READ_BYTES", read_bytes)
+    assert texts(run_lines("one two\r\näö\n\nthree\nfour five".encode())[1]) == ["one two", "äö", "three", "four five"]
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [(LONG, "line 5: the text has 61 tokens, "), (b"b\xffd", "line 5 is not UTF-8: 'utf-8' codec can't ")],

@@ -113,15 +113,17 @@ def _lines(options: argparse.Namespace) -> Iterator[list[bytes]]:
     if options.text is not None:
         yield [text.encode("utf-8", "surrogateescape") for text in options.text]
         return
-    name, rest = options.file or "-", b""
+    name, rest = options.file or "-", list[bytes]()  # what was read of a line
     try:
         with sys.stdin.buffer if name == "-" else Path(name).open("rb") as file:
             while read := os.read(file.fileno(), _READ_BYTES):
-                rest += read
-                lines = rest[: (end := rest.rfind(b"\n") + 1)].splitlines()
-                yield from (lines[start : start + _PIECE] for start in range(0, len(lines), _PIECE))
-                rest = rest[end:]
-            yield rest.splitlines()
+                end = read.rfind(b"\n") + 1
+                rest.append(read[:end] if end else read)
+                if end:
+                    lines = b"".join(rest).splitlines()
+                    yield from (lines[start : start + _PIECE] for start in range(0, len(lines), _PIECE))
+                    rest = [read[end:]]
+            yield b"".join(rest).splitlines()
     except OSError as error:
         raise InvalidPromptError(f"the file {name!r} cannot be read: {error}") from error
 

@@ -88,6 +88,8 @@ def _plan_fleet(options: argparse.Namespace) -> int:
         raise ConfigError(
             "--fleet needs --slo, for example ttft=1s,itl=80ms, and --costs: write it with quire bench steps"
         )
+    if engine_kwargs(options).get("data_parallel_size", 1) != 1:
+        raise ConfigError("--fleet finds out how many engines are needed: leave out --data-parallel-size")
     slo, degrees = Slo.parse(options.slo, options.percentile), _degrees(options.degrees)
     if options.plot is not None:
         check_plot_path(options.plot)

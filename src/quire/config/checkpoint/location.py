@@ -151,6 +151,7 @@ def adapter_folder(name: str) -> Path:
     Raises CheckpointError if that fails; whether a folder exists is not checked."""
     if is_downloadable(name) and ":" not in name:
         return Location(name)._download(name, _ADAPTER_FILES)
+    _existing(name)  # raises CheckpointError for what is no path
     return Path(name).expanduser().absolute()
 
 

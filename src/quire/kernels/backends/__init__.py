@@ -23,7 +23,7 @@ def choose_cpu_backend(wanted: str | None) -> Backend:
     """The native kernels, set to the ISA variant `wanted` (None or empty: the best of this CPU), or the reference."""
     if wanted and wanted not in ISAS:
         raise errors.ConfigError(
-            f"QUIRE_ISA={wanted} is not one of {', '.join(ISAS)}{errors.nearest_name(wanted, ISAS)}"
+            f"QUIRE_ISA={wanted} is not one of {', '.join(ISAS)}{errors.nearest_name(wanted.lower(), ISAS)}"
         )
     native = None if wanted == "reference" else _import_native()
     if native is None:
