@@ -1,4 +1,4 @@
-"""Measure and write the report: `python -m benchmarks all` does both, in about 35 minutes (with `--quick`: 10).
+"""Measure and write the report: `python -m benchmarks all` does both, in about an hour (less with `--quick`).
 
 The first run installs other engines from their package registries into environments in `--folder`, which takes minutes
 for each (llama.cpp is compiled). Engines that cannot be installed, or do not support a precision, are left out.

@@ -16,7 +16,7 @@ _HEAD = """# Performance
 
 `python -m benchmarks report` writes this page from the results of `python -m benchmarks all`; do not edit it. On your
 own machine, `python -m benchmarks all` installs the other engines, measures, and writes this page again; `--quick`
-takes a few minutes. Each section names the command that measures only this section.
+measures fewer cases. Each section names the command that measures only this section.
 
 **Shares of the limit.** Two speeds of the machine are measured in the same run, between the measurements: reading
 memory, and multiply-adds in registers (of bfloat16, or of 8-bit integers for quantized weights), with all threads
