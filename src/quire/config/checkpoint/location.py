@@ -151,8 +151,10 @@ def adapter_folder(name: str) -> Path:
     Raises CheckpointError if that fails; whether a folder exists is not checked."""
     if is_downloadable(name) and ":" not in name:
         return Location(name)._download(name, _ADAPTER_FILES)
-    _existing(name)  # raises CheckpointError for what is no path
-    return Path(name).expanduser().absolute()
+    try:
+        return Path(name).expanduser().absolute()
+    except RuntimeError as error:  # of an unknown user
+        raise CheckpointError(f"{name[:80]!r} cannot be looked up as a file or folder: {error}") from error
 
 
 def _weight_patterns() -> tuple[str, ...]:
