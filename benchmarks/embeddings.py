@@ -4,6 +4,8 @@ import importlib.util
 import json
 import random
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -104,6 +106,30 @@ def embeddings(run: Run) -> Iterator[Row]:
             row |= {"short_ms": round(statistics.median(shorts[i]) * 1e3, 3)}
             yield row | _of_limit(session, limits, 2.0 * num_tokens * num_weights, statistics.median(times[i]))
         yield from _ratios(sessions, times, shorts)
+    yield from _ready(run, folder)
+
+
+def _ready(run: Run, folder: Path) -> Iterator[Row]:
+    """Start Quire several times in each precision, in turn, and measure how long imports and loading take.
+
+    Torch is imported alone in a process of its own each time, since that is most of it.
+    """
+    if Quire.name not in run.engines:
+        return
+    engines = [QuireEmbedder(run.folder, precision) for precision in ("bfloat16", "int8")]
+    starts: list[list[float]] = [[] for _ in engines]
+    imports: list[float] = []
+    for _ in range(run.rounds + 2):
+        for engine, found in zip(engines, starts, strict=True):
+            session = Session(engine, folder, _MAX_TOKENS)
+            session.close()
+            found.append(session.load_s)
+        code = "import time; start = time.perf_counter(); import torch; print(time.perf_counter() - start)"
+        imports.append(float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout))
+    for engine, found in zip(engines, starts, strict=True):
+        row = {"what": "ready", "engine": engine.name, "precision": engine.precision}
+        row |= {"starts_s": [round(seconds, 3) for seconds in found], "ready_s": round(statistics.median(found), 3)}
+        yield row | {"import_torch_s": round(statistics.median(imports), 3)}
 
 
 def _of_limit(session: Session, limits: Mapping[str, Sequence[Limits]], flops: float, elapsed_s: float) -> Row:

@@ -151,6 +151,11 @@ def _embeddings(rows: Sequence[Row], plots: Path) -> Iterator[str]:
         ),
     )
     yield "\n" + _speeds([row for row in measured if "of_limit" in row])
+    for row in (row for row in rows if row.get("what") == "ready"):
+        yield (
+            f"\nStarted {len(row['starts_s'])} times, Quire in {row['precision']} is ready, with imports, after "
+            f"{row['ready_s']:.2f} s (the median); importing torch alone takes {row['import_torch_s']:.2f} s."
+        )
 
 
 def _beside(rows: Sequence[Row], plots: Path) -> Iterator[str]:

@@ -274,6 +274,17 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             for output_len in (64, 1) for engine, more in (("quire", {}), ("other", {"quire_speedup": 1.73}))
         ),
     ],
+    "embeddings": [
+        {"engine": "quire", "precision": "int8", "load_s": 1.5},
+        {
+            "engine": "quire", "precision": "int8", "num_texts": 2, "num_tokens": 9, "texts_per_s": 300.5,
+            "short_ms": 0.5, "of_limit": 0.5, "read_gb_per_s": 40.5, "peak_gflop_per_s": 900,
+        },
+        {
+            "what": "ready", "engine": "quire", "precision": "int8", "starts_s": [0.5, 1.25, 1.5], "ready_s": 1.25,
+            "import_torch_s": 1.0,
+        },
+    ],
     "mixture": [
         {
             "engine": "quire", "precision": "int4", "step_ms": 6.5, "bytes": 129_500_000, "of_limit": 0.71,
@@ -352,6 +363,10 @@ def test_the_report_shows_the_rows_and_nothing_it_has_not(tmp_path: Path) -> Non
     assert "| 8 x 128 / 64 | other | 77.5 | 8.0 | 1.73 | 0.53 | 9.0 s |" in text
     assert "| 8 x 128 / 1 | quire | 99.5 | 8.0 |  | 0.53 | 1.0 s |" in text
     assert "third is left out: it is not here" in text
+    assert "| quire | int8 | 300.5 | 0.50 | 0.50 | 1.5 s |" in text
+    assert "Started 3 times, Quire in int8 is ready, with imports, after 1.25 s (the median)" in text
+    assert "| embeddings, int8: ready, with imports: seconds | 1.0 | 1.25 | missed |" in text
+    assert "- embeddings, int8: ready, with imports: seconds: importing torch alone takes 1.00 s.\n" in text
     assert "| quire | 129 | 6.5 | 0.71 |" in text
     assert "llama.cpp is left out: no compiler" in text
     assert "### GGUF Q8_0\n" in text
