@@ -277,3 +277,23 @@ def test_drafts_that_are_tried_use_up_none_of_a_grammars_limits(compiler, jumps)
     assert "too many states" in (alone.error or "")
     assert tried.trial() is None
     assert tried.num_allowed([token_id]) == 0
+
+
+def test_a_sample_fails_where_it_would_alone(compiler) -> None:
+    """Samples of a request share what the library builds, which has limits; none reaches them sooner for the others."""
+    generators = [random.Random(seed) for seed in range(3)]
+    alone, parent = (start(compiler, regex=r"[a-z ]*[aeiou][a-z ]{40}") for _ in range(2))
+    others = [parent.fork() for _ in range(2)]
+    lens = [0, 0]
+    for _ in range(60):
+        for i, other in enumerate(others):
+            if other.error is None and other.advance(generators[i].choice(allowed(other))):
+                lens[i] += 1
+        assert np.array_equal(parent.mask(), alone.mask())
+        token_id = generators[2].choice(allowed(alone))
+        assert parent.advance(token_id) == alone.advance(token_id)
+        assert (parent.error, parent.may_end, parent.is_finished) == (alone.error, alone.may_end, alone.is_finished)
+        if alone.error is not None:
+            break
+    assert "too many states" in (alone.error or "")
+    assert all(length > 10 for length in lens)

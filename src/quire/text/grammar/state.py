@@ -46,46 +46,43 @@ class _Lexer:
 
     start: Callable[[], LLMatcher]
     """Makes a matcher that shares nothing with others."""
-    has_trials: bool = False
+    is_shared: bool = False
+    """Whether there were copies, of samples, beams or drafts."""
 
 
 class GrammarState:
     """A sequence's place in its grammar, which depends on the tokens generated so far and nothing else.
 
     Commit advances it with every token that it appends, and forks have states of their own. A grammar never raises: if
-    it turns out to be too complex, `error` gives the reason and `advance` returns False. Drafts are tried on copies,
-    and what these add to the library's structures counts towards its limits. If a grammar fails that had trials, it
-    starts anew, does what it would have done without them, and takes no more of them (ADR 0113).
+    it turns out to be too complex, `error` gives the reason and `advance` returns False. Samples of one request are
+    copies, drafts are tried on copies, and what these add to the library's structures counts towards its limits. If a
+    grammar fails that had copies, it starts anew, once, and does what it would have done alone (ADR 0113).
     """
 
-    __slots__ = ("_lexer", "_matcher", "_shape", "_takes_trials", "_token_ids", "jumps")
+    __slots__ = ("_lexer", "_matcher", "_may_start_anew", "_shape", "_token_ids", "jumps")
 
     def __init__(self, start: Callable[[], LLMatcher], shape: MaskShape, *, jumps: bool = True) -> None:
         self._lexer = _Lexer(start)
         self._matcher = start()
         self._shape = shape
         self._token_ids = list[int]()
-        self._takes_trials = True
+        self._may_start_anew = True
         self.jumps = jumps
         """Whether `forced_tokens` returns tokens, which are then appended without sampling."""
 
     def fork(self) -> GrammarState:
-        """Return an independent copy of this state.
-
-        The two share the structures that the library builds while it runs, and its limits apply to both together, so
-        the forks of a request fail together.
-        """
+        """Return an independent copy of this state, which shares the structures that the library builds."""
+        self._lexer.is_shared = True
         fork = copy(self)
         fork._matcher, fork._token_ids = self._matcher.deep_copy(), self._token_ids.copy()
         return fork
 
     def trial(self) -> GrammarState | None:
-        """Return a copy on which drafts are tried; None if the grammar has failed because of them."""
-        if not self._takes_trials:
+        """Return a copy on which drafts are tried; None if the grammar has failed because of copies."""
+        if not self._may_start_anew:
             return None
-        self._lexer.has_trials = True
         trial = self.fork()
-        trial._takes_trials = False
+        trial._may_start_anew = False
         return trial
 
     def mask(self) -> npt.NDArray[np.int32]:
@@ -109,7 +106,7 @@ class GrammarState:
         if not self._matcher.consume_token(token_id):
             if not self._starts_anew():
                 return False
-            self.mask()  # as before this token without drafts
+            self.mask()  # as before this token alone
             if not self._matcher.consume_token(token_id):
                 return False
         self._token_ids.append(token_id)
@@ -131,11 +128,11 @@ class GrammarState:
         return self._matcher.compute_ff_tokens() if self._starts_anew() else forced
 
     def _starts_anew(self) -> bool:
-        """Whether the grammar had failed, may have done so because of drafts, and has not after all its tokens without
-        them. With the masks and forced tokens in between, its structures are those of a grammar that had no drafts."""
-        if not (self._takes_trials and self._lexer.has_trials and self._matcher.is_error()):
+        """Whether the grammar had failed, may have done so because of copies, and has not after all its tokens without
+        them. With the masks and forced tokens in between, its structures are those of a grammar that had no copies."""
+        if not (self._may_start_anew and self._lexer.is_shared and self._matcher.is_error()):
             return False
-        self._lexer, self._takes_trials = _Lexer(self._lexer.start), False
+        self._lexer, self._may_start_anew = _Lexer(self._lexer.start), False
         self._matcher = self._lexer.start()
         place = 0
         while place < len(self._token_ids):
