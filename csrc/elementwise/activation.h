@@ -3,7 +3,6 @@
 
 #include "base/kernel_table.h"
 #include "isa/rows.h"
-#include "isa/x86/amx.h"
 
 namespace quire::QUIRE_ISA {
 
@@ -106,7 +105,8 @@ QUIRE_INLINE f32 apply_gated(const ClampedSwiglu& kind, f32 gate, f32 up) {
   return g * sigmoid(g * set1(kind.alpha)) * (1.0f - max(-most, -max(-most, up)));
 }
 
-// Asks for a line of each half, 2 KiB ahead of element i: the product before has left half of them with another core.
+// Asks for a line of each half, 2 KiB ahead of element i: the product before has left half of them with another core,
+// and those of a prompt in memory.
 template <typename T>
 QUIRE_INLINE void ask_ahead(const T* gate, const T* up, int64_t i) {
   constexpr int64_t kLine = 64 / int64_t(sizeof(T));
@@ -119,7 +119,7 @@ QUIRE_INLINE void ask_ahead(const T* gate, const T* up, int64_t i) {
 template <typename T, bool kGated, typename Kind>
 QUIRE_INLINE void activate_row(const Kind& kind, const T* from, int64_t width, T* to) {
   make_row(to, width, [=](int64_t i, int64_t n) __attribute__((always_inline)) {
-    if constexpr (kGated && kAmx) ask_ahead(from + i, from + width + i, i);
+    if constexpr (kGated) ask_ahead(from + i, from + width + i, i);
     const f32 v = load_some(from + i, n);
     if constexpr (kGated) {
       return apply_gated(kind, v, load_some(from + width + i, n));

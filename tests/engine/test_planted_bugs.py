@@ -102,7 +102,7 @@ def publish_one_more(original, self, seq_id, token_ids, num_computed):
 
 
 def drop_content_late(original, self):
-    block_id = self._free.popleft() if self._free else self.evictor.evict()
+    block_id = self._free.pop() if self._free else self.evictor.evict()
     self.ref_counts[block_id] = 1
     return block_id
 

@@ -1,7 +1,6 @@
 """A pool of blocks: which are free, which are in use, and which are cached."""
 
 from array import array
-from collections import deque
 from collections.abc import Callable
 
 from quire.kv.place import DEVICE
@@ -32,7 +31,7 @@ class BlockPool:
         self.evictor = LRUEvictor()
         self.step = 0
         """The current step, as a time of last use. The manager sets it."""
-        self._free = deque(range(num_blocks))
+        self._free = list(reversed(range(num_blocks)))  # freed last, taken first: memory never used stays so
         self._on_evict = on_evict
 
     @property
@@ -48,7 +47,7 @@ class BlockPool:
     def allocate(self) -> int:
         """Return a block with count 1 and unknown content. The caller has checked `num_free_blocks`."""
         if self._free:
-            block_id = self._free.popleft()
+            block_id = self._free.pop()
         else:
             block_id = self.evictor.evict()
             self._on_evict(block_id, self.tracker.pop(block_id))

@@ -309,9 +309,11 @@ class _Tier:
         np.maximum.at(filled, entries.ids, entries.filled)
         np.add.at(owners, entries.ids, entries.keys)
         np.add.at(owners, pinned, _PIN_KEY)
-        self._depths[entries.ids] = entries.index
+        depths = self._depths.copy()
+        depths[entries.ids] = entries.index
         self._pending |= (refs != self._refs) | (filled != self._filled) | (owners != self._owners)
-        self._refs, self._filled, self._owners = refs, filled, owners
+        self._pending |= depths != self._depths  # a request that starts again may get its blocks in another order
+        self._refs, self._filled, self._owners, self._depths = refs, filled, owners, depths
         ids = np.flatnonzero(self._pending)[:MAX_BLOCKS]
         self._pending[ids] = False
         return self._columns(ids, entries, pinned) if len(ids) else None
