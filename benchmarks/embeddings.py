@@ -127,7 +127,7 @@ def _ready(run: Run, folder: Path) -> Iterator[Row]:
         code = "import time; start = time.perf_counter(); import torch; print(time.perf_counter() - start)"
         imports.append(float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout))
     for engine, found in zip(engines, starts, strict=True):
-        row = {"what": "ready", "engine": engine.name, "precision": engine.precision}
+        row: Row = {"what": "ready", "engine": engine.name, "precision": engine.precision}
         row |= {"starts_s": [round(seconds, 3) for seconds in found], "ready_s": round(statistics.median(found), 3)}
         yield row | {"import_torch_s": round(statistics.median(imports), 3)}
 

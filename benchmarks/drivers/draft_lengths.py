@@ -60,12 +60,13 @@ class Choices:
         speculative = SpeculativeConfig.read(named)
         return make_drafting(dataclasses.replace(self.llm.engine.plan.config, speculative=speculative))
 
-    def run(self, drafting: Any, text: str, num_prompts: int) -> tuple[float, list[tuple[int, ...]]]:
-        """The time of these prompts together, and their outputs."""
+    def run(self, drafting: Any, text: str, num_prompts: int, turn: int) -> tuple[float, list[tuple[int, ...]]]:
+        """The time of these prompts together, and their outputs. What another turn wrote is no draft in this one."""
         engine, (prompts, params) = self.llm.engine, self._texts[text]
+        salted = [prompt | {"cache_salt": str(turn)} for prompt in prompts[:num_prompts]]
         engine.scheduler.drafting = engine.committer.drafting = drafting
         start = time.perf_counter()
-        outputs = self.llm.generate(list(prompts[:num_prompts]), params, use_tqdm=False)
+        outputs = self.llm.generate(salted, params, use_tqdm=False)
         return time.perf_counter() - start, [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -78,9 +79,9 @@ def row(choices: Choices, text: str, method: str, num_prompts: int, num_rounds: 
     made = {name: choices.choose(**config) for name, config in configs.items()}
     times: dict[str, list[float]] = {name: [] for name in made}
     is_equal, expected = True, None
-    for _ in range(_NUM_LEARNING + num_rounds):
+    for turn in range(_NUM_LEARNING + num_rounds):
         for name, drafting in made.items():
-            seconds, outputs = choices.run(drafting, text, num_prompts)
+            seconds, outputs = choices.run(drafting, text, num_prompts, turn)
             times[name].append(seconds)
             expected = outputs if expected is None else expected
             is_equal &= outputs == expected

@@ -40,7 +40,8 @@ SCHEMA = {"type": "array", "items": _FUNCTION, "minItems": 3, "maxItems": 3}
 def rows(model: str, draft: str, precision: str, num_rounds: int, only: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Yield the speed-up by a draft model for answers and code, by forced tokens for JSON, by a prediction for an edit.
 
-    As an edit counts what the model writes anyway, predicted with one token in 20 changed.
+    As an edit counts what the model writes anyway, predicted with one token in 20 changed. JSON is written for another
+    prompt in each round, since forced tokens are those that were drawn before.
     """
     arguments: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 1024, "kv_cache_memory": "256MiB"}
     arguments |= {"quantization": None if precision == "bfloat16" else precision, "enable_prefix_caching": False}
@@ -62,18 +63,19 @@ def rows(model: str, draft: str, precision: str, num_rounds: int, only: Sequence
     cases = (
         ("answers", "draft_model", chats, greedy),
         ("code", "draft_model", list(CODE), greedy),
-        ("JSON by schema", "forced", chats[:1], array),
+        ("JSON by schema", "forced", chats, array),
         ("edit of code", "prediction", [CODE[0]], replace(edited, prediction=written)),
     )
     for text, method, prompts, params in (case for case in cases if case[1] in wanted):
         times: dict[str, list[float]] = {"off": [], method: []}
         outputs, num_steps = dict[str, list[RequestOutput]](), dict[str, int]()
-        for _ in range(1 + num_rounds):
+        for turn in range(1 + num_rounds):
+            asked = prompts if method != "forced" else [prompts[turn % len(prompts)]]
             for name, of_rounds in times.items():
                 engine = llms[name].engine
                 first = engine.scheduler.num_steps
                 start = time.perf_counter()
-                outputs[name] = [llms[name].generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
+                outputs[name] = [llms[name].generate(prompt, params, use_tqdm=False)[0] for prompt in asked]
                 of_rounds.append(time.perf_counter() - start)
                 num_steps[name] = engine.scheduler.num_steps - first
         expected, found = ([output.outputs[0].token_ids for output in outputs[name]] for name in times)

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import LLM, EngineDeadError, QuireError, RequestOutput, SamplingParams
-from quire.engine.process.messages import Ready
+from quire.engine.process.messages import AddAny, AddRequest, Ready
 from quire.interfaces.async_llm import request_table
+from quire.interfaces.async_llm.output_processor import RequestState
 from tests.effort import examples
 
 from .door import Door
@@ -152,3 +153,22 @@ def test_a_request_aborted_while_there_is_no_engine_is_not_replayed(
         assert mortal.llm.num_replayed == before
 
     mortal.run(leave())
+
+
+def test_samples_that_start_again_count_their_drafts_anew(mortal: Mortal, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+    original = RequestState.replay
+
+    def replay(state: RequestState) -> AddAny:
+        state.outputs.metrics.drafts = {"ngram": (7, 3)}
+        message = original(state)
+        assert isinstance(message, AddRequest)
+        assert message.progress is not None
+        counted.append(message.progress.metrics.drafts)
+        return message
+
+    monkeypatch.setattr(RequestState, "replay", replay)
+    for n in (2, 1):
+        mortal.die_after(3)
+        mortal.run(mortal.outputs("a", SamplingParams(n=n, seed=1, max_tokens=30, ignore_eos=True)))
+    assert counted == [{}, {"ngram": (7, 3)}]

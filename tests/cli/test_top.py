@@ -202,3 +202,9 @@ def test_a_snapshot_is_complete_once_all_used_blocks_have_been_sent() -> None:
     assert not picture.is_whole
     picture.add(CacheUpdate(1, 0.1, device=BLOCKS))
     assert picture.is_whole
+
+
+def test_an_encoder_has_no_blocks_to_be_in_use() -> None:
+    picture = Picture(CacheMirror(), is_coloured=False)
+    picture.add(CacheUpdate(0, 0.0, CacheSetup(16, 0, 0, 0, 4), None, None, [], [], COUNTERS | {"used_blocks": 0}))
+    assert "cache 0.0% of 0 blocks" in picture.lines(80, 24)[1]

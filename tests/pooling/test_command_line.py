@@ -178,3 +178,14 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_loaded(
     status, _, err = run("--text", "one", "--output", str(tmp_path / name))
     assert (status, err.count("\n")) == (2, 1)
     assert str(tmp_path / name) in err
+
+
+def test_a_full_disk_is_an_error_in_words(run: Embed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fill(*_: object) -> None:
+        raise OSError("76800 requested and 16352 written")
+
+    monkeypatch.setattr("numpy.save", fill)
+    status, _, error = run("--text", "a", "--output", str(tmp_path / "x.npy"))
+    assert status == 2
+    assert "x.npy': 76800 requested and 16352 written" in error
+    assert not list(tmp_path.glob("x.npy*"))

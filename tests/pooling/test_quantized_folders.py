@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quire import kernels
+from quire import LLM, kernels
 from quire.cli import main
 from quire.config.checkpoint.sentence_transformers import read_sentence_config
 from tests.models.encoders import BERT, DEBERTA, DEBERTA_V3
@@ -72,3 +72,12 @@ def test_the_folder_gives_the_bits_of_quantizing_at_load(name: str, quantization
                 assert other.error is None
                 assert np.array_equal(output.outputs.data, other.outputs.data)
     assert read_sentence_config(saved) == read_sentence_config(source)
+
+
+def test_a_decoder_that_will_pool_says_so_when_it_is_quantized(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    assert main(["quantize", "quire-tiny", str(saved), "--quantization", "int8", "--runner", "pooling"]) == 0
+    options: dict[str, Any] = {"runner": "pooling", "max_model_len": 64, "num_gpu_blocks_override": 20}
+    llms = LLM(quantization="int8", **options), LLM(str(saved), **options)
+    expected, found = (llm.embed(TEXTS, use_tqdm=False) for llm in llms)
+    assert [each.outputs.embedding for each in found] == [each.outputs.embedding for each in expected]

@@ -1,11 +1,14 @@
 """Who may start a request, by an injected clock."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.server.config import ServerArgs
 from quire.server.operations.admission import MAX_RETRY_AFTER_S, Admission, Bucket, _Tenant, tenant_of_address
+from quire.server.serve import num_waiting
 
 
 class Clock:
@@ -351,3 +354,13 @@ def test_after_the_wait_it_is_there(limit, used, pause_s):
     bucket.take(used, pause_s)
     wait_s = bucket.wait_s(1, pause_s)
     assert bucket.wait_s(1, pause_s + wait_s) < 1e-6
+
+
+def test_one_request_of_many_texts_fills_no_queue():
+    def entry(pooler, waiting):
+        stats = SimpleNamespace(num_waiting=waiting)
+        return SimpleNamespace(llm=SimpleNamespace(pooler=pooler, stats=lambda: stats))
+
+    asleep, texts, prompts = SimpleNamespace(llm=None), entry("embed", 2000), entry(None, 7)
+    assert num_waiting([asleep, texts, prompts]) == 7
+    assert num_waiting([texts, prompts, texts]) == 7 + 4000 - 2048

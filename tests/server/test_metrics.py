@@ -155,7 +155,7 @@ def test_a_request_that_fails_early_is_counted_and_forgotten(metrics, listener):
 
 
 def test_a_step_counts_what_it_brought(metrics, listener, engine):
-    listener.on_step(engine.stats())
+    """Also the first one."""
     engine.counts |= {"num_prompt_tokens": 100, "num_generated_tokens": 3}
     listener.on_step(engine.stats())
     listener.on_step(engine.stats())

@@ -161,6 +161,10 @@ def test_only_tokens_of_the_prediction_that_are_in_the_answer_are_accepted():
         choice = CompletionOutput(0, "", token_ids, None, accepted_drafts=[0, 1], predicted_drafts=predicted)
         counts.add(0, RequestOutput("a", "Hi", [1], [choice], False, metrics=metrics))
     assert counts.predicted == (1, 8)
+    for number, rejected in ((2, 8), (10, 9)):  # another engine drafts them again, from the prompt on
+        again = RequestMetrics(arrival_time=0.0, drafts={"prediction": (number, 1)})
+        counts.add(0, RequestOutput("a", "Hi", [1], [CompletionOutput(0, "", [], None)], False, metrics=again))
+        assert counts.predicted == (1, rejected)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

@@ -247,3 +247,10 @@ def test_a_latency_target_shortens_the_gaps_between_tokens():
         digests.add(report(simulator)["outputs_digest"])
     assert num_long[1] < num_long[0] / 2  # not none: how long a step takes is learned from steps
     assert len(digests) == 1
+
+
+def test_drafts_beside_prompts_must_be_worth_what_a_token_costs_without_them():
+    """Beside a prompt every draft is cheap, but it takes the time that the next step of decodes would need."""
+    plain, drafted = (simulate(synthetic_trace(0, 100, requests_per_s=8.0), acceptance=a) for a in (None, 0.7))
+    assert drafted["first_token_s"]["p50"] < 1.3 * plain["first_token_s"]["p50"]
+    assert drafted["drafted_tokens"] > 100

@@ -40,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, or 2 with a line on standard error that says what is wrong."""
     if argv is None:  # the process ends with the command: examining all objects of torch then would take 0.4 s
         atexit.register(gc.freeze)
+        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+            if getattr(sys, name) is None:  # a closed one is read as empty, or written to nowhere
+                setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))

@@ -86,7 +86,10 @@ def run(options: argparse.Namespace) -> int:
         if file is not None:
             import numpy
 
-            numpy.save(file, numpy.stack(arrays))
+            try:
+                numpy.save(file, numpy.stack(arrays))
+            except OSError as error:  # numpy's own of a full disk has no number
+                raise QuireError(f"the embeddings cannot be written to {options.output!r}: {error}") from error
     return 0
 
 

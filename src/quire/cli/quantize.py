@@ -26,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hf-overrides", type=json_object, default={}, metavar="JSON", help="values that replace those of config.json"
     )
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
+    parser.add_argument("--runner", default="auto", help="pooling: for a decoder that will pool; default: auto")
+    parser.add_argument("--convert", default="auto", help="what a decoder becomes that pools, as for `quire serve`")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -44,6 +46,8 @@ def run(options: argparse.Namespace) -> int:
         revision=options.revision,
         gguf_file=options.gguf_file,
         hf_overrides=options.hf_overrides or {},
+        runner=options.runner,
+        convert=options.convert,
     )
     save_quantized(
         config,

@@ -174,7 +174,7 @@ class EngineMetrics:
         self.labels = {"model_name": model_name, "engine": "0"}
         self._clock = clock
         self._live: dict[str, _Live] = {}
-        self._step_tokens: int | None = None
+        self._step_tokens = 0
         self._finished = dict.fromkeys(FINISHED_REASONS, 0)
         self.histograms = {name: BucketCounts(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._between_tokens = self.histograms["inter_token_latency_seconds"]
@@ -204,7 +204,7 @@ class EngineMetrics:
         self._observe_step(stats.num_prompt_tokens + stats.num_generated_tokens)
 
     def _observe_step(self, total: int) -> None:
-        if self._step_tokens is not None and total > self._step_tokens:
+        if total > self._step_tokens:
             self.histograms["iteration_tokens_total"].observe(total - self._step_tokens)
         self._step_tokens = total
 

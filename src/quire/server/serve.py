@@ -24,6 +24,7 @@ from quire.common.errors import ConfigError
 from quire.common.log import logger, set_up_logging
 from quire.common.memory import give_back_memory
 from quire.common.version import __version__
+from quire.server.api.pooling.run import MAX_TEXTS
 from quire.server.api.responses import endpoint as responses
 from quire.server.app import ROUTES, make_app
 from quire.server.config import ServerArgs, describe_args
@@ -179,6 +180,15 @@ async def finish(state: ServerState, gate: DrainGate) -> None:
     gate.close()
 
 
+def num_waiting(models: Sequence[ModelEntry]) -> int:
+    """The prompts that wait for these models. Of texts to pool, those beyond what one request may have: it alone must
+    not fill the queue for everybody."""
+    counts = {"generate": 0, "pooling": 0}
+    for llm in [entry.llm for entry in models if entry.llm is not None]:
+        counts["generate" if llm.pooler is None else "pooling"] += llm.stats().num_waiting
+    return counts["generate"] + max(0, counts["pooling"] - MAX_TEXTS)
+
+
 def build_app(
     state: ServerState,
     gate: DrainGate,
@@ -189,12 +199,10 @@ def build_app(
 ) -> ASGIApp:
     """The application with its middleware for operation: logs, metrics, keys, limits and deadlines."""
     args, models = state.args, state.models
-
-    def num_waiting() -> int:
-        return sum(entry.llm.stats().num_waiting for entry in models.entries if entry.llm is not None)
-
     max_num_seqs = sum(entry.spec.engine.max_num_seqs for entry in models.entries)
-    admission = Admission(args, max_num_seqs=max_num_seqs, num_waiting=num_waiting, clock=time.monotonic)
+    admission = Admission(
+        args, max_num_seqs=max_num_seqs, num_waiting=lambda: num_waiting(models.entries), clock=time.monotonic
+    )
     metrics = state.metrics = Metrics(refused=lambda: admission.num_refused)
 
     def observe(entry: ModelEntry) -> None:

@@ -23,7 +23,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     llm = load_for_bench(options)
     config = llm.engine.model_config
     prompts = random_prompts(options.num_prompts, options.input_len, config.vocab_size)
-    run_once(llm, prompts[:1], options.output_len)  # warms up
+    run_once(llm, prompts[:1], options.output_len, "warm-up")  # warms up
     before = llm.engine.stats()
     with progress("latency", len(prompts), "request") as advance:
         times = token_times(llm.engine, prompts, options.output_len, options.concurrency, options.request_rate, advance)

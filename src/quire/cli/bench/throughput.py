@@ -39,7 +39,8 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     result: dict[str, Any] = {}
     for i in range(options.runs):
         before = llm.engine.stats()
-        result = _result(options, llm, run_once(llm, prompts, options.output_len, use_tqdm=True), load_s)
+        elapsed_s = run_once(llm, prompts, options.output_len, str(i), use_tqdm=True)
+        result = _result(options, llm, elapsed_s, load_s)
         result |= acceptance(before, llm.engine.stats())
         if not options.json:
             print(
@@ -91,10 +92,14 @@ def greedy(output_len: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
 
 
-def run_once(llm: LLM, prompts: list[list[int]], output_len: int, *, use_tqdm: bool = False) -> float:
-    """Return the seconds that one batch takes. Raises RequestError if a prompt was rejected or an output cut short."""
+def run_once(llm: LLM, prompts: list[list[int]], output_len: int, salt: str = "", *, use_tqdm: bool = False) -> float:
+    """Return the seconds that one batch takes. Raises RequestError if a prompt was rejected or an output cut short.
+
+    Batches of another `salt` draft nothing from what this one generates.
+    """
     start = time.perf_counter()
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], greedy(output_len), use_tqdm=use_tqdm)
+    salted = [{"prompt_token_ids": ids, "cache_salt": salt} for ids in prompts]
+    outputs = llm.generate(salted, greedy(output_len), use_tqdm=use_tqdm)
     elapsed_s = time.perf_counter() - start
     for output in outputs:
         if len(output.outputs[0].token_ids) != output_len:

@@ -185,7 +185,7 @@ class Picture:
         assert setup is not None
         states = [sum(b["states"] == state for b in self.mirror.tiers["device"].values()) for state in range(4)]
         states[0] = setup.num_blocks - sum(states[1:])
-        share = counters["used_blocks"] / setup.num_blocks
+        share = counters["used_blocks"] / max(1, setup.num_blocks)
         names = ("free", "cached", "owned", "pinned")
         parts = [f"{mark} {count:,} {name}" for mark, count, name in zip(_STATE_MARKS, states, names, strict=True)]
         return f"cache {share:.1%} of {setup.num_blocks:,} blocks of {setup.block_size} in use: " + "  ".join(parts)

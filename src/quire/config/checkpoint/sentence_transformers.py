@@ -34,7 +34,15 @@ _MODES = {
     "lasttoken": "last",
 }
 """The name in `pooling_mode_...` -> ours, in the order in which vectors are joined."""
-_SHORT_MODES = {name.removesuffix("_tokens").removesuffix("_token"): mode for name, mode in _MODES.items()}
+_NAMED_MODES = {
+    "cls": "first",
+    "max": "max",
+    "mean": "mean",
+    "mean_sqrt_len_tokens": "sum_by_root",
+    "weightedmean": "weighted_mean",
+    "lasttoken": "last",
+}
+"""The name in `pooling_mode` -> ours. Vectors are joined in the order that it states."""
 _ACTIVATIONS = {
     "Identity": None, "Tanh": "tanh", "Sigmoid": "sigmoid", "GELU": "gelu", "ReLU": "relu", "SiLU": "silu"
 }  # fmt: skip
@@ -82,8 +90,6 @@ class SentenceConfig:
     """Whether texts become lower case before they are tokenized."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Name -> what is put before a text of that kind."""
-    default_prompt_name: str | None = None
-    """The prompt that sentence-transformers uses unless another is chosen. Not applied here, as in vLLM."""
 
 
 def read_sentence_config(folder: Path) -> SentenceConfig:
@@ -98,14 +104,12 @@ def read_sentence_config(folder: Path) -> SentenceConfig:
     if (
         not isinstance(prompts, dict)
         or len(prompts) > _MAX_PROMPTS
-        or not all(isinstance(text, str) for text in prompts.values())
+        or not all(text is None or isinstance(text, str) for text in prompts.values())
     ):
         raise CheckpointError(f"{path}: 'prompts' must be an object of at most {_MAX_PROMPTS} texts")
-    name = values.get("default_prompt_name")
-    if name is not None and name not in prompts:
-        raise CheckpointError(f"{path}: 'default_prompt_name' is {name!r}, but there are prompts {sorted(prompts)}")
+    prompts = {name: text for name, text in prompts.items() if text is not None}
     limit = None if transformer.get("max_seq_length") is None else transformer.size("max_seq_length")
-    return SentenceConfig(limit, transformer.flag("do_lower_case", False), prompts, name)
+    return SentenceConfig(limit, transformer.flag("do_lower_case", False), prompts)
 
 
 def read_modules(folder: Path, hidden_size: int) -> SentenceModules | None:
@@ -174,11 +178,14 @@ class _Modules:
         if stated is None:
             modes = tuple(mode for name, mode in _MODES.items() if values.flag(f"pooling_mode_{name}", False))
         else:
-            names = [stated] if isinstance(stated, str) else stated
-            modes = tuple(mode for name, mode in _SHORT_MODES.items() if isinstance(names, list) and name in names)
+            names = stated if isinstance(stated, list) else [stated]
+            if unknown := [name for name in names if not isinstance(name, str) or name not in _NAMED_MODES]:
+                known = ", ".join(_NAMED_MODES)
+                raise CheckpointError(f"{values.source}: 'pooling_mode' has {unknown[0]!r:.80}: supported are {known}")
+            modes = tuple(_NAMED_MODES[name] for name in names)
         if not modes:
             raise CheckpointError(
-                f"{values.source}: no pooling mode is chosen: supported are {', '.join(_SHORT_MODES)}"
+                f"{values.source}: no pooling mode is chosen: supported are {', '.join(_NAMED_MODES)}"
             )
         self.modes, self._width = modes, self._width * len(modes)
 

@@ -218,9 +218,13 @@ class Drafting:
         return [draft.token_ids[:length] for draft, length in zip(drafts, lengths, strict=True)]
 
     def _seconds(self, num_decodes: int, num_step_tokens: int, predict: Seconds) -> Seconds:
-        """The time of the step by its number of drafts. Only ratios mean something."""
-        of_rows = self.row_times.shape if num_decodes == num_step_tokens else predict
-        return lambda n: of_rows(num_step_tokens + n)
+        """The time of the step by its number of drafts. Only ratios mean something. The time that prompts of the step
+        take is left out: else drafts would seem cheap beside it that cost more than a token of a step of decodes."""
+        shape, pace = self.row_times.shape, self.row_times.pace
+        if num_decodes == num_step_tokens:
+            return lambda n: shape(num_step_tokens + n)
+        prompts_s = predict(num_step_tokens) - pace * shape(num_decodes) if pace else 0.0
+        return lambda n: predict(num_step_tokens + n) - prompts_s
 
     def _draft(self, group: SequenceGroup, seq: Seq, needed: float) -> Draft:
         """The draft that promises most; none of drafters that would have to be more reliable than they are."""

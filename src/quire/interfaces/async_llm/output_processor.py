@@ -6,6 +6,7 @@ The outputs are made by the same classes as in the engine, so callers receive wh
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -150,6 +151,7 @@ class RequestState:
         if self.outputs.params.num_samples == 1:
             progress.token_ids = list(self.samples[0].token_ids)
         else:
+            progress.metrics = dataclasses.replace(self.outputs.metrics, drafts={})  # they are drafted again
             self._repeated = {sample.index: list(sample.token_ids) for sample in self.samples}
         return replace(self.message, progress=progress)
 

@@ -115,13 +115,15 @@ class TokenCounts:
         self.completion_tokens += sum(len(choice.token_ids) for choice in output.outputs)
         self._num_accepted += sum(len(choice.predicted_drafts) for choice in output.outputs)
         if output.metrics is not None and output.metrics.drafts:
-            self._num_predicted[place], _ = output.metrics.drafts.get(PREDICTION, (0, 0))
+            num_predicted, _ = output.metrics.drafts.get(PREDICTION, (0, 0))
+            # Several samples are drafted again, and counted anew, when their engine dies.
+            self._num_predicted[place] = max(num_predicted, self._num_predicted.get(place, 0))
 
     @property
     def predicted(self) -> tuple[int, int]:
         """Verified tokens of the prediction: those that are among the completion's tokens, and those that are not. The
-        latter were wrong, or are behind a stop string, where the engine goes on until it learns of the end."""
-        return self._num_accepted, sum(self._num_predicted.values()) - self._num_accepted
+        latter were wrong, of samples that are not returned, or behind the end, where the engine goes on for a while."""
+        return self._num_accepted, max(0, sum(self._num_predicted.values()) - self._num_accepted)
 
     def usage(self) -> Usage:
         """The usage for a response body."""

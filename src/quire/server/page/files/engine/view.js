@@ -221,7 +221,7 @@ export class EngineView {
       ["Tokens/s", count(this.#speeds("generated").at(-1)), ""],
       ["Running", count(counters.running), `of ${mirror.setup.max_num_seqs}`],
       ["Waiting", count(counters.waiting), counters.swapped ? `+ ${counters.swapped} swapped` : ""],
-      ["Cache in use", `${((100 * counters.used_blocks) / mirror.setup.num_blocks).toFixed(1)} %`, ""],
+      ["Cache in use", `${((100 * counters.used_blocks) / Math.max(1, mirror.setup.num_blocks)).toFixed(1)} %`, ""],
       ["Prefix hits", `${(100 * hitRate).toFixed(0)} %`, ""],
       ["Preemptions", count(counters.preemptions), counters.preemptions_by_swap ? `${counters.preemptions_by_swap} by swap` : ""],
       ["Evicted", count(counters.prefix_evicted), "tokens"],
