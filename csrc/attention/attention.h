@@ -12,8 +12,10 @@
 #include "attention/look_ahead.h"
 #include "attention/plan.h"
 #include "attention/queries.h"
+#include "attention/row_blocks.h"
 #include "attention/short_texts.h"
 #include "attention/tiles/amx_latents.h"
+#include "attention/tiles/softmax.h"
 #include "attention/tiles/tile.h"
 #include "isa/rows.h"
 #include "isa/simd.h"
@@ -28,6 +30,15 @@ class AttentionTask {
   static constexpr bool kInt8 = sizeof(C) == 1;
   static constexpr bool kHasTiles = kAmx && sizeof(C) == sizeof(bf16);
   static constexpr int64_t kStepKeys = 32;  // that products read together, at most
+#if defined(QUIRE_SIMD_AVX512)
+  static constexpr bool kOverlaps = !kInt8 && !kHasTiles;
+#else
+  static constexpr bool kOverlaps = false;
+#endif
+  // Blocks of rows whose scores of a tile stay in the first-level cache. Where the softmax of one overlaps with the
+  // products of another, more have less that overlaps with nothing.
+  static constexpr int64_t kPassBlocks = 4, kOverlappingBlocks = 8;
+  static_assert(kOverlappingBlocks * kMostAttentionRows <= kPassRows);
   static_assert(kStepKeys % W == 0 && kTileKeys % kStepKeys == 0);
 
  public:
@@ -204,11 +215,59 @@ class AttentionTask {
       return row + (a_.has_latents() || uses_tiles() ? min_of(b * most, head_rows_) : head_rows_ * b / blocks);
     };
     for (int64_t r = row; r < row + head_rows_; ++r) s_.references[r] = -kInfinity;
-    int64_t bounds[kPassBlocks + 1];
-    for (int64_t block = 0; block < blocks; block += kPassBlocks) {
-      const int64_t count = min_of(kPassBlocks, blocks - block);
+    const bool overlaps = kOverlaps && blocks > 2 && !a_.has_latents();
+    const int64_t most_blocks = overlaps ? kOverlappingBlocks : kPassBlocks;
+    int64_t bounds[kOverlappingBlocks + 1];
+    for (int64_t block = 0; block < blocks; block += most_blocks) {
+      const int64_t count = min_of(most_blocks, blocks - block);
       for (int64_t b = 0; b <= count; ++b) bounds[b] = row_of(block + b);
+      if constexpr (kOverlaps) {
+        if (overlaps) {
+          run_overlapping(tile, bounds, count, state);
+          continue;
+        }
+      }
       run_blocks(tile, bounds, count, state, blocks <= 2 && a_.block_tables != nullptr ? &ahead : nullptr);
+    }
+  }
+
+  // As run_blocks, of many rows: beside the scores of a block the largest ones of the block before are found, beside
+  // its values the softmax of the next one is computed.
+  void run_overlapping(const KeyTile<C>& tile, const int64_t* bounds, int64_t count, const State& state) const {
+    RowBlock blocks[kOverlappingBlocks];
+    int64_t num_blocks = 0;
+    MaximaBeside maxima = {};
+    for_blocks(s_, tile, bounds, count, [&](const RowBlock& block) {
+      score_block(a_, s_, tile, block, maxima);
+      maxima.finish();
+      hide_unseen(a_, item_, s_, tile, block);
+      maxima = {block.scores, s_.references + block.row, block.vector(), block.vectors_end(), block.rows};
+      blocks[num_blocks++] = block;
+    });
+    maxima.finish();
+    update_maxima(bounds[count] - bounds[0], state.maxima + bounds[0], s_.references + bounds[0], s_.decay + bounds[0]);
+    SoftmaxBeside<typename Values::Prob> softmax = {};
+    const auto begin = [&](int64_t b) {
+      if (b == num_blocks) return;
+      const RowBlock& block = blocks[b];
+      for (int64_t r = block.row; r < block.row + block.rows; ++r) {
+        store(row_sums(state, r), load(row_sums(state, r)) * set1(s_.decay[r]));
+      }
+      softmax = {block.scores,
+                 s_.references + block.row,
+                 row_sums(state, block.row),
+                 a_.row_stride,
+                 block.vector(),
+                 block.vectors_end(),
+                 block.rows,
+                 block.vector()};
+    };
+    begin(0);
+    softmax.finish();
+    for (int64_t b = 0; b < num_blocks; ++b) {
+      begin(b + 1);
+      add_block(a_, s_, tile, blocks[b], stages(), state.rows, softmax);
+      softmax.finish();
     }
   }
 
@@ -217,15 +276,7 @@ class AttentionTask {
   void run_blocks(const KeyTile<C>& tile, const int64_t* bounds, int64_t count, const State& state,
                   LookAhead<C>* ahead) const {
     const int64_t begin_row = bounds[0], end_row = bounds[count];
-    const auto scores = [&](int64_t r) { return s_.scores + (r - begin_row) * kTileKeys; };
-    const auto for_blocks = [&](const auto& call) {  // call(row, rows, first, last): rows that see keys [first, last)
-      for (int64_t b = 0; b < count; ++b) {
-        const int64_t row = bounds[b], after = bounds[b + 1];
-        const KeyRange keys = seen_by(s_, tile, row, after);
-        if (keys.first < keys.last) call(row, after - row, keys.first, keys.last);
-      }
-    };
-    const auto fetch = [&](int64_t row) { return row == begin_row ? ahead : nullptr; };
+    const auto fetch = [&](const RowBlock& block) { return block.row == begin_row ? ahead : nullptr; };
     if constexpr (!kInt8) {
       if (a_.has_latents()) score_latents(a_, s_, tiles_, tile, begin_row, end_row, uses_tiles(), ahead);
     }
@@ -233,32 +284,27 @@ class AttentionTask {
       if (uses_tiles() && !a_.has_latents())
         score_on_tiles(a_, s_, tiles_, tile, begin_row, end_row, query(begin_row), !scales_late(), ahead);
     }
-    for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
+    for_blocks(s_, tile, bounds, count, [&](const RowBlock& block) {
       if (!a_.has_latents() && !uses_tiles()) {
-        with_rows<kMostAttentionRows>(rows, [&]<int R>() {
-          with_ahead(fetch(row), [&](auto& asks) {
-            score_range<C, R>(tile, asks, first, last, a_.head_dim, query(row), s_.query_scales + row, scores(row));
-          });
-        });
+        with_ahead(fetch(block), [&](auto& asks) { score_block(a_, s_, tile, block, asks); });
       }
-      const int64_t vector = first / W, vectors_end = (last + W - 1) / W;
-      if (a_.changes_scores()) change_scores(tile.start, row, rows, vector, vectors_end, scores(row));
-      for (int64_t r = row; r < row + rows; ++r) {
-        const int64_t first_seen = s_.first_keys[r] - tile.start, seen_end = s_.end_keys[r] - tile.start;
-        if (first_seen > vector * W || seen_end < vectors_end * W) {
-          mask_scores(scores(r), vector, vectors_end, first_seen, seen_end);
-        }
-        s_.references[r] = largest_score(scores(r), vector, vectors_end) * late_scale();
+      hide_unseen(a_, item_, s_, tile, block);
+      for (int64_t r = 0; r < block.rows; ++r) {
+        const float largest = largest_score(block.scores + r * kTileKeys, block.vector(), block.vectors_end());
+        s_.references[block.row + r] = largest * late_scale();
       }
     });
     update_maxima(end_row - begin_row, state.maxima + begin_row, s_.references + begin_row, s_.decay + begin_row);
-    for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
-      const int64_t vector = first / W, vectors_end = (last + W - 1) / W;
-      for (int64_t r = row; r < row + rows; ++r) {
-        softmax_row<typename Values::Prob>(ahead, scores(r), vector, vectors_end, late_scale(), s_.references[r],
-                                           s_.decay[r], row_sums(state, r));
+    for_blocks(s_, tile, bounds, count, [&](const RowBlock& block) {
+      const int64_t vector = block.vector(), end = block.vectors_end();
+      for (int64_t r = 0; r < block.rows; ++r) {
+        softmax_row<typename Values::Prob>(ahead, block.scores + r * kTileKeys, vector, end, late_scale(),
+                                           s_.references[block.row + r], s_.decay[block.row + r],
+                                           row_sums(state, block.row + r));
       }
-      if constexpr (kInt8) quantize_probs(tile, a_.head_dim, rows, scores(row), vector, vectors_end, s_.steps + row);
+      if constexpr (kInt8) {
+        quantize_probs(tile, a_.head_dim, block.rows, block.scores, vector, end, s_.steps + block.row);
+      }
     });
     if constexpr (kHasTiles) {
       const auto clear = [&](int64_t b) { clear_unseen(s_, tile, begin_row, end_row, bounds[b], bounds[b + 1]); };
@@ -270,57 +316,9 @@ class AttentionTask {
     if constexpr (!kInt8) {
       if (a_.has_latents()) return add_latents(a_, s_, tiles_, tile, begin_row, end_row, uses_tiles(), state.rows);
     }
-    for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
-      with_rows<kMostAttentionRows>(rows, [&]<int R>() {
-        constexpr int kVectors = kAttentionVectors<R>;
-        const auto add = [&]<int V, bool kStaged>(int64_t dim) {
-          with_ahead(fetch(row), [&](auto& asks) {
-            add_values<V, C, R, kStaged>(s_.values + dim, tile, asks, dim, first, last, scores(row), s_.decay + row,
-                                         s_.steps + row, state.rows + row * a_.row_stride, a_.row_stride);
-          });
-        };
-        int64_t dim = 0;
-        for (; !stages() && dim < a_.value_dim; dim += kVectors * W) add.template operator()<kVectors, false>(dim);
-        for (; dim + kVectors * W <= a_.value_dim; dim += kVectors * W) add.template operator()<kVectors, true>(dim);
-        if constexpr (kVectors > 2) {
-          for (; dim + 2 * W <= a_.value_dim; dim += 2 * W) add.template operator()<2, true>(dim);
-        }
-        for (; dim < a_.value_dim; dim += W) add.template operator()<1, true>(dim);
-      });
+    for_blocks(s_, tile, bounds, count, [&](const RowBlock& block) {
+      with_ahead(fetch(block), [&](auto& asks) { add_block(a_, s_, tile, block, stages(), state.rows, asks); });
     });
-  }
-
-  // Cap the scores of rows, and add what depends on distances. Not inlined: plain attention's loop keeps its registers.
-  __attribute__((noinline)) void change_scores(int64_t start, int64_t row, int64_t rows, int64_t vector, int64_t end,
-                                               float* scores) const {
-    for (int64_t r = row; r < row + rows; ++r, scores += kTileKeys) {
-      if (a_.softcap > 0) cap_scores(scores, vector, end, a_.softcap * kLog2E);
-      const int64_t distance = start - s_.positions[r];
-      if (a_.slopes != nullptr) add_slope(scores, vector, end, a_.slopes[head_of(r)] * kLog2E, distance);
-      add_relative(r, start, distance, vector, end, scores);
-    }
-  }
-
-  // Add what the distances, from `distance` on, add to the scores of row r.
-  void add_relative(int64_t r, int64_t start, int64_t distance, int64_t vector, int64_t end, float* scores) const {
-    const RelativeTerms& relative = a_.relative;
-    const int64_t head = head_of(r), first = relative.reach + distance;
-    if (relative.bias != nullptr) {
-      const float* bias = relative.bias + head * (2 * relative.reach + 16) + first;
-      for (int64_t i = vector * W; i < end * W; i += W) {
-        store(scores + i, fma(load(bias + i), set1(kLog2E), load(scores + i)));
-      }
-    }
-    if (relative.term == nullptr) return;
-    const int64_t row = a_.num_heads * relative.num_terms, offset = head * relative.num_terms;
-    const int64_t last = min_of(end * W, s_.end_keys[r] - start);
-    for (int64_t i = max_of(vector * W, s_.first_keys[r] - start); i < last; ++i) {
-      const int64_t term = offset + relative.term[first + i];
-      float sum = 0.0f;
-      if (relative.of_query != nullptr) sum += relative.of_query[(item_.token_begin + r / token_rows_) * row + term];
-      if (relative.of_key != nullptr) sum += relative.of_key[(a_.query_start[item_.seq] + start + i) * row + term];
-      scores[i] += sum * (a_.scale * kLog2E);
-    }
   }
 
   // Merge the state of the next section into the total.

@@ -110,6 +110,8 @@ class LookAhead {
     for (int l = 0; l < kLines; ++l) prefetch(line + l * 64);
   }
 
+  void end_turn(int64_t) {}
+
   // The address of the next `bytes`, of one piece, for the caller to fetch; null: there are none.
   const char* take(int64_t bytes) {
     if (next_ >= piece_end_ && !next_piece()) return nullptr;

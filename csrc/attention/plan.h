@@ -15,7 +15,7 @@ constexpr int64_t kSectionKeys = 512;
 // Query rows (tokens times heads of one group) that share one pass over the keys.
 constexpr int64_t kItemRows = 96;
 // Most of them that any instruction set takes through a tile together.
-constexpr int64_t kPassRows = 32;
+constexpr int64_t kPassRows = 64;
 
 // Floats of one row of a softmax state, beside its maximum: the output, padded to whole vectors of any instruction set,
 // and one more vector of sums.

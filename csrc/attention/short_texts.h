@@ -6,6 +6,7 @@
 #include "attention/look_ahead.h"
 #include "attention/plan.h"
 #include "attention/tiles/amx.h"
+#include "attention/tiles/exp2.h"
 #include "attention/tiles/tile.h"
 #include "isa/rows.h"
 

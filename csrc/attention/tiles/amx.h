@@ -23,7 +23,7 @@ QUIRE_INLINE f32 without_denormals(f32 v) { return v; }
 namespace quire::QUIRE_ISA {
 
 constexpr int64_t kStepPairs = 32;  // elements of k in a step of bf16
-static_assert(kPassRows == kAmxMostRows && kTileKeys % kStepPairs == 0);
+static_assert(kPassRows >= kAmxMostRows && kTileKeys % kStepPairs == 0);
 
 // Tiles flush denormals to zero where they add zeros to them, which depends on the batch: so what is read of a state
 // has none.

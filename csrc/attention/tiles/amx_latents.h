@@ -13,7 +13,7 @@ namespace quire::QUIRE_ISA {
 // Dimensions of values that are staged at once: they stay in the first-level cache.
 constexpr int64_t kStagedLatents = 64;
 
-// As score_latents, of rows [begin, end), at most kPassRows, and all keys that some of them see.
+// As score_latents, of rows [begin, end), at most kAmxMostRows, and all keys that some of them see.
 static void score_latents_on_tiles(const AttentionArgs& args, const AttentionScratch& scratch, Tiles& tiles,
                                    const KeyTile<bf16>& tile, int64_t begin, int64_t end) {
   const KeyRange keys = seen_by(scratch, tile, begin, end);

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "attention/plan.h"
-#include "attention/tiles/exp2.h"
 #include "attention/tiles/int8_lanes.h"
 #include "isa/rows.h"
 #include "isa/simd.h"
@@ -32,7 +31,6 @@ constexpr bool kHas32Registers = true;
 constexpr bool kHas32Registers = false;
 constexpr int kAttentionRows = 4, kMostAttentionRows = 4;
 #endif
-constexpr int64_t kPassBlocks = 4;  // blocks of rows whose scores of a tile stay in the first-level cache
 template <int R>
 constexpr int kAttentionVectors = kHas32Registers && R <= 6 ? 4 : 2;
 
@@ -123,10 +121,11 @@ static inline void lanes_of_rows(const C* const* rows, int64_t count, int64_t st
   }
 }
 
-// Fetches nothing ahead.
+// What is done beside products, in the i-th turn of their loop: nothing, for whose turns loops hold nothing.
 struct NoAhead {
   template <int kBytes>
   QUIRE_MEMBER void fetch(int64_t) {}
+  QUIRE_MEMBER void end_turn(int64_t) {}
 };
 
 // e^v becomes 2^(v log2 e): the scale of scores takes the factor.
@@ -168,6 +167,7 @@ __attribute__((noinline)) static void score_keys(const KeyTile<C>& tile, Ahead& 
       QUIRE_UNROLL
       for (int v = 0; v < V; ++v) acc[r][v] = Lane::dot(acc[r][v], key[v], query);
     }
+    ahead.end_turn(i);
   }
   for (int64_t i = 0; i < Lane::kScaleLanes; ++i) ahead.template fetch<V * W * 4>(i);
   QUIRE_UNROLL
@@ -291,45 +291,6 @@ QUIRE_INLINE void add_slope(float* scores, int64_t vector, int64_t end, float sl
   }
 }
 
-// The largest of vectors [vector, end) of a row of scores.
-QUIRE_INLINE float largest_score(const float* scores, int64_t vector, int64_t end) {
-  f32 largest = load(scores + vector * W);
-  for (int64_t v = vector + 1; v < end; ++v) largest = max(largest, load(scores + v * W));
-  return reduce_max(largest);
-}
-
-// With the maxima of rows over the keys so far, and over a tile in `references`: the new maxima, what scores of the
-// tile are relative to, and what sums so far shrink by. The sums of a row that has seen no key, only -inf, shrink by 1.
-static inline void update_maxima(int64_t rows, float* maxima, float* references, float* decay) {
-  for_parts(rows, [&](int64_t r, int64_t n) {
-    const f32 before = load_some(maxima + r, n), now = max(before, load_some(references + r, n));
-    const f32 none = set1(0.0f);
-    store_some(maxima + r, now, n);
-    store_some(references + r, select(now > set1(-kInfinity), now, none), n);
-    store_some(decay + r, exp2_negative(select(now > before, before - now, none)), n);
-  });
-}
-
-// Turn vectors [vector, end) of a row of scores, times `factor` (1 but on tiles), into probabilities relative to
-// `reference`, in place but as narrow as Prob; sums = sums * decay + all of them. On tiles, two lines for each vector
-// are fetched ahead meanwhile, if `ahead` is not null and takes keys and values in turns.
-template <typename Prob, typename Ahead>
-QUIRE_INLINE void softmax_row(Ahead* ahead, float* scores, int64_t vector, int64_t end, float factor, float reference,
-                              float decay, float* sums) {
-  f32 sum = load(sums) * set1(decay);
-  for (int64_t v = vector; v < end; ++v) {
-    f32 score = load(scores + v * W);
-    if constexpr (kAmx) {
-      score = score * set1(factor);
-      if (ahead != nullptr && ahead->pairs()) ahead->template fetch<128>(0);
-    }
-    const f32 prob = exp2_for<Prob>(score - set1(reference));
-    store(reinterpret_cast<Prob*>(scores) + v * W, prob);
-    sum = sum + prob;
-  }
-  store(sums, sum);
-}
-
 // Turn vectors [vector, end) of rows of probabilities, times the scales of their keys' values, into int16 multiples
 // of steps[r].
 static inline void quantize_probs(const KeyTile<int8_t>& tile, int64_t head_dim, int64_t rows, float* scores,
@@ -386,6 +347,7 @@ __attribute__((noinline)) static void add_values(const float* staged, const KeyT
       QUIRE_UNROLL
       for (int v = 0; v < V; ++v) acc[r][v] = Lane::dot(acc[r][v], value[v], prob);
     }
+    ahead.end_turn(i);
   }
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
