@@ -30,6 +30,7 @@ class AttentionTask {
   static constexpr bool kInt8 = sizeof(C) == 1;
   static constexpr bool kHasTiles = kAmx && sizeof(C) == sizeof(bf16);
   static constexpr int64_t kStepKeys = 32;  // that products read together, at most
+  // Whether the softmax of many rows runs beside products (run_overlapping).
 #if defined(QUIRE_SIMD_AVX512)
   static constexpr bool kOverlaps = !kInt8 && !kHasTiles;
 #else

@@ -22,10 +22,10 @@ QUIRE_INLINE f32 exp2_negative(f32 v) {
 #endif
 }
 
-// As exp2_negative, as near as probabilities need that are then rounded to Prob. Beside products, multiplications are
-// what takes time, and on tiles little else than this is left to do. So for bf16 it is within 2^-12, an eighth of that
-// rounding, with one multiplication: 2^v is that of the sixteenths below v, from a table, and a line to the next ones.
-// On tiles, where shuffles have one port, it is within 2^-13 with three.
+// As exp2_negative, as near as probabilities need that are then rounded to Prob. For bf16, whose rounding is within
+// 2^-9, it is within 2^-12 and takes one multiplication, since these are what takes time beside products: a table has
+// 2^x and its slope for the sixteenths of one, and the nearest of these is followed along its slope. On tiles, where
+// shuffles are scarcer than multiplications, it is a polynomial within 2^-13.
 template <typename Prob>
 QUIRE_INLINE f32 exp2_for(f32 v) {
 #if defined(__AVX512BF16__)

@@ -121,7 +121,7 @@ static inline void lanes_of_rows(const C* const* rows, int64_t count, int64_t st
   }
 }
 
-// What is done beside products, in the i-th turn of their loop: nothing, for whose turns loops hold nothing.
+// What the loops of products do beside them, in the middle of the i-th turn (fetch) and at its end: here nothing.
 struct NoAhead {
   template <int kBytes>
   QUIRE_MEMBER void fetch(int64_t) {}
