@@ -167,7 +167,7 @@ def test_one_recording_serves_any_mix_and_sees_new_adapters(config: ModelConfig,
     assert third not in (base, first, second)
     steps.worker.load_adapter(1, folders[0])
     assert logits((1, 0, 1)) == [first, third, first]
-    assert len(steps.worker.runner._graphs._recorded) == 2, "one without adapters, one for any mix of them"
+    assert len(steps.worker.runner._graphs._recorded) == 4, "of prompts and of tokens, without adapters and for any mix"
 
 
 def test_a_slot_is_as_it_was_after_a_failure(config: ModelConfig, tmp_path: Path) -> None:

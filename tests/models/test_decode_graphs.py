@@ -18,7 +18,7 @@ from quire.config.kv_layout import kv_cache_config
 from quire.config.model import ModelConfig
 from quire.models.weights.loader import load_model
 from quire.runner.cache_engine import CacheEngine
-from quire.runner.decode_graphs import MAX_ROWS, DecodeGraphs, is_small_decode_step
+from quire.runner.decode_graphs import MAX_ROWS, MAX_UNREAD_ROWS, DecodeGraphs, is_small_step
 from quire.runner.model_runner import build_tensors
 from tests.kernels.isas import needs_native
 from tests.models.latent import LATENT
@@ -115,7 +115,7 @@ def test_passes_that_draft_for_nearly_as_many_sequences_replay_one_recording() -
             msgspec.structs.replace(s, drawn=DRAWN if place < drafting else None) for place, s in enumerate(sequences)
         ]
         expected = decoding.called(sequences)[ends]
-        actual = decoding.graphs.last_logits(passes)
+        actual = decoding.graphs.logits(passes)
         assert (actual is None) if drafting == 0 else torch.equal(actual, expected)
         recorded.append(len(decoding.graphs._recorded))
     assert recorded == [1, 1, 2, 3, 4, 4], "for 4, 1, 2 and none"
@@ -147,14 +147,46 @@ def test_modules_of_a_library_can_be_replayed_with_what_torch_computes(dtype: st
 
 
 @needs_native
-def test_only_decode_steps_are_recorded() -> None:
+def test_only_small_steps_that_draw_are_recorded() -> None:
     table = (np.zeros(1, np.int32),)
-    one, two = (ScheduledSequence(0, tokens, 0, table, DRAWN) for tokens in ((7,), (7, 8)))
-    assert is_small_decode_step([one] * MAX_ROWS)
-    assert not is_small_decode_step([one] * (MAX_ROWS + 1))
-    assert not is_small_decode_step([one, two])
-    assert not is_small_decode_step([ScheduledSequence(0, (7,), 0, table, DrawnRows((GREEDY, GREEDY), 0))])
-    assert not is_small_decode_step([ScheduledSequence(0, (7,), 0, table)])
+    one, two, silent = (
+        ScheduledSequence(0, tokens, 0, table, drawn)
+        for tokens, drawn in (((7,), DRAWN), ((7, 8), DRAWN), ((7,), None))
+    )
+    assert is_small_step([one] * MAX_ROWS)
+    assert not is_small_step([one] * (MAX_ROWS + 1))
+    for unread in (two, silent):
+        assert is_small_step([one, *[unread] * MAX_UNREAD_ROWS])
+        assert not is_small_step([one, *[unread] * (MAX_UNREAD_ROWS + 1)])
+    assert not is_small_step([ScheduledSequence(0, (7,), 0, table, DrawnRows((GREEDY, GREEDY), 0))])
+    assert not is_small_step([one, msgspec.structs.replace(one, token_type_ids=(0,))])
+
+
+@needs_native
+@torch.inference_mode()
+@pytest.mark.parametrize("variant", ["llama-gqa", "deepseek-v2", "gemma3", "gpt-oss"])
+def test_steps_replay_rows_that_are_not_read(variant: str, save_checkpoint: Any) -> None:
+    """Tokens that a grammar forced, and ends of prompts, beside tokens and drafts."""
+    architecture, fields = VARIANTS[variant]
+    folder, _ = save_checkpoint(architecture, **fields)
+    decoding = Decoding(ModelConfig.resolve(str(folder), dtype="float32"), 4, "auto")
+    for counts, read in (
+        ([5], [1]),
+        ([3, 1, 4], [2, 1, 0]),
+        ([1, 6, 1], [1, 1, 1]),
+        ([4, 3, 1], [1, 1, 1]),
+        ([5], [1]),
+    ):
+        sequences = decoding.step([*range(len(counts))], counts)
+        wanted = [
+            msgspec.structs.replace(s, drawn=DrawnRows((GREEDY,), 0, num_rows) if num_rows else None)
+            for s, num_rows in zip(sequences, read, strict=True)
+        ]
+        assert decoding.graphs.can_replay(wanted)
+        ends = [sum(counts[: place + 1]) for place in range(len(counts))]
+        rows = [row for end, num_rows in zip(ends, read, strict=True) for row in range(end - num_rows, end)]
+        assert torch.equal(decoding.graphs.logits(wanted), decoding.called(sequences)[rows])
+    assert len(decoding.graphs._recorded) == 2, "five rows with one that is read, and eight with up to four"
 
 
 @needs_native

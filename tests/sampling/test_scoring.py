@@ -14,7 +14,7 @@ from quire.config.model import ModelConfig
 from quire.models.base import CausalLM
 from quire.models.weights.loader import load_model
 from quire.runner.cache_engine import CacheEngine
-from quire.runner.decode_graphs import is_small_decode_step
+from quire.runner.decode_graphs import is_small_step
 from quire.runner.model_runner import ModelRunner
 from tests.kernels.isas import needs_native
 
@@ -116,13 +116,13 @@ def test_sequences_may_want_different_numbers_and_begin_anywhere(model):
 
 
 @needs_native
-def test_a_decode_step_is_recorded_unless_it_scores(model):
+def test_a_step_is_recorded_unless_it_scores(model):
     table = (np.arange(BLOCKS_PER_SEQ, dtype=np.int32),)
     wanting = replace(GREEDY, logprobs=4, logit_bias=((5, 1.0),))
     plain = ScheduledSequence(0, (7,), 0, table, DrawnRows((wanting,), 1))
     scoring = ScheduledSequence(0, (7,), 0, table, DrawnRows((wanting,), 1), ScoredRows(0, (9,), 4))
-    assert is_small_decode_step([plain])
-    assert not is_small_decode_step([plain, scoring])
+    assert is_small_step([plain])
+    assert not is_small_step([plain, scoring])
     runner = make_runner(model)
     replayed = [runner.run(Batch(0, (plain,))) for _ in range(3)]
     called = runner.run(Batch(0, (scoring,)))

@@ -150,7 +150,7 @@ def test_recorded_passes_of_a_head_draft_the_same_bits(
         passes = llm.engine.executor._drafts  # type: ignore[attr-defined]
         for each in (passes._of_model, passes._of_itself):
             monkeypatch.setattr(each, "_can_record", can_record)
-            monkeypatch.setattr(each._graphs, "last_logits", partial(counted, each._graphs.last_logits, recorded))
+            monkeypatch.setattr(each._graphs, "logits", partial(counted, each._graphs.logits, recorded))
         found.append([drafted(llm, numbers(seed, 20)) for seed in (1, 2)])
         assert len(recorded) > 20 if can_record else not recorded
     assert found[0] == found[1]

@@ -1,7 +1,8 @@
-"""Decode steps, recorded once for each number of rows, with and without adapters, then replayed.
+"""Short steps, recorded once for each number of rows, with and without adapters, then replayed.
 
-In a decode step each sequence runs the tokens whose successors it draws: its newest token, and drafts behind it. Passes
-of what drafts are recorded too, of which the last row of each sequence is read, or none.
+In a decode step each sequence runs the tokens whose successors it draws: its newest token, and drafts behind it. Tokens
+behind which nothing is drawn are run before them where a grammar forced them, or at the end of a prompt. Passes of what
+drafts are recorded too.
 
 Sequences are followed by empty ones until there are as many as rows. So steps with the same number of rows replay the
 same recording, whichever sequences have them, and a batch that shrinks needs few recordings.
@@ -27,8 +28,10 @@ from quire.runner.row_layout import RowLayout, row_layout
 
 MAX_ROWS = 256
 """A step of more rows takes so long that Python's share of it no longer matters."""
+MAX_UNREAD_ROWS = 64
+"""Of a step that is recorded: tokens that a grammar forced, and short ends of prompts."""
 MAX_RECORDINGS = 512
-"""Recordings that are kept, the last used ones, since passes that draft have many combinations of rows and logits."""
+"""Recordings that are kept, the last used ones, since there are many combinations of rows and logits."""
 
 
 class Recordable(Protocol):
@@ -88,28 +91,20 @@ class DecodeGraphs:
         self._recorded: OrderedDict[tuple[int, bool, int | None], _Recorded] = OrderedDict()
 
     def can_replay(self, sequences: Sequence[ScheduledSequence]) -> bool:
-        """Whether backend and model can be recorded, and this is a decode step that is small enough."""
-        return self._backend.can_record and self._model.can_record and is_small_decode_step(sequences)
+        """Whether backend and model can be recorded, and this is a step that is small enough."""
+        return self._backend.can_record and self._model.can_record and is_small_step(sequences)
 
-    def logits(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
-        """[num_rows, vocab] float32, valid until the next step."""
-        logits = self._replayed(sequences, row_layout(sequences), None)
-        assert logits is not None
-        return logits
-
-    def last_logits(self, sequences: Sequence[ScheduledSequence]) -> Tensor | None:
-        """[num_drawn, vocab] float32: of the last row of each sequence that draws, valid until the next step; None if
-        none does. The sequences may have any rows, MAX_ROWS in all."""
+    def logits(self, sequences: Sequence[ScheduledSequence]) -> Tensor | None:
+        """[num_read, vocab] float32 of the rows that are read, valid until the next step; None if none is read. The
+        sequences may have any rows, MAX_ROWS in all, and one draw for each that is read."""
         layout = row_layout(sequences)
-        ends = zip(sequences, layout.query_start[1:].tolist(), strict=True)
-        rows = [end - 1 for s, end in ends if s.drawn is not None]
-        num_rows, num_drawn = len(layout.token_ids), len(rows)
-        if num_drawn in (0, num_rows):
-            return self._replayed(sequences, layout, None if rows else 0)
-        num_logits = min(num_rows, 1 << (num_drawn - 1).bit_length())  # more are computed, and fewer numbers recorded
-        self._some_rows[:num_logits] = (*rows, *repeat(0, num_logits - num_drawn))
+        num_rows, num_read = len(layout.token_ids), sum(map(_num_read, sequences))
+        if num_read in (0, num_rows):
+            return self._replayed(sequences, layout, None if num_read else 0)
+        num_logits = min(num_rows, 1 << (num_read - 1).bit_length())  # more are computed, and fewer numbers recorded
+        self._some_rows[:num_logits] = (*layout.read_rows(sequences), *repeat(0, num_logits - num_read))
         logits = self._replayed(sequences, layout, num_logits)
-        return None if logits is None else logits[:num_drawn]
+        return None if logits is None else logits[:num_read]
 
     def advance(self, sequences: Sequence[ScheduledSequence]) -> None:
         """As `logits`, in a stage that has no logits."""
@@ -181,23 +176,24 @@ class DecodeGraphs:
         )
 
 
-def is_small_decode_step(sequences: Sequence[ScheduledSequence]) -> bool:
-    """Whether a step of these sequences only draws tokens, from each of its rows, of which there are at most
-    MAX_ROWS."""
-    return (
-        len(sequences) <= MAX_ROWS
-        and all(map(_only_draws, sequences))
-        and sum([len(s.token_ids) for s in sequences]) <= MAX_ROWS
-    )
+def is_small_step(sequences: Sequence[ScheduledSequence]) -> bool:
+    """Whether a step of these sequences only draws tokens, one from each row that is read, and has at most MAX_ROWS, of
+    which MAX_UNREAD_ROWS are not read."""
+    if len(sequences) > MAX_ROWS or not all(map(_only_draws, sequences)):
+        return False
+    num_rows = sum([len(s.token_ids) for s in sequences])
+    return num_rows <= MAX_ROWS and num_rows - sum(map(_num_read, sequences)) <= MAX_UNREAD_ROWS
 
 
 def _only_draws(s: ScheduledSequence) -> bool:
-    """Whether a token is drawn behind each of its tokens, and nothing else is wanted of them."""
-    drawn = s.drawn
+    """Whether at most one token is drawn behind each of its tokens, and nothing else is wanted of them."""
     return (
-        drawn is not None
-        and len(s.token_ids) == drawn.num_rows
-        and len(drawn.draws) == 1
+        (s.drawn is None or len(s.drawn.draws) == 1)
         and s.scored is None
         and s.pooled is None
+        and s.token_type_ids is None
     )
+
+
+def _num_read(s: ScheduledSequence) -> int:
+    return 0 if s.drawn is None else s.drawn.num_rows

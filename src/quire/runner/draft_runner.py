@@ -86,7 +86,7 @@ class Passes:
         lens = [len(s.token_ids) for s in sequences]
         with self._workspace:
             if self._can_record and max(lens) <= _LONGEST_RECORDED and sum(lens) <= MAX_ROWS:
-                return self._graphs.last_logits(sequences)
+                return self._graphs.logits(sequences)
             tensors = build_tensors(sequences, self._block_size)
             hidden = self._model(tensors, self._kv)
             if not len(tensors.logit_rows):

@@ -78,7 +78,8 @@ class ModelRunner:
                 if self._passes_on:
                     self._graphs.advance(sequences)
                     return StepResult(())
-                return self._sampler.sample(self._graphs.logits(sequences), sequences)
+                logits = self._graphs.logits(sequences)
+                return StepResult(()) if logits is None else self._sampler.sample(logits, sequences)
             return self._call(sequences)
 
     def _check_adapters(self, sequences: Sequence[ScheduledSequence]) -> None:
@@ -139,7 +140,7 @@ def build_tensors(sequences: Sequence[ScheduledSequence], block_size: int) -> Ba
         query_start=torch.from_numpy(layout.query_start.astype(np.int32)),
         seq_lens=torch.from_numpy(layout.seq_lens.astype(np.int32)),
         groups=tuple(_group_tensors(sequences, g, layout, block_size) for g in range(num_groups)),
-        logit_rows=_logit_rows(sequences, layout.query_start),
+        logit_rows=torch.tensor(layout.read_rows(sequences), dtype=torch.int64),
         adapters=None if layout.adapters is None else torch.from_numpy(layout.adapters),
         token_type_ids=None if layout.token_type_ids is None else torch.from_numpy(layout.token_type_ids),
     )
@@ -155,15 +156,3 @@ def _group_tensors(
     for row, table in enumerate(tables):
         block_tables[row, : len(table)] = table
     return GroupTensors(torch.from_numpy(layout.slots(block_tables, block_size)), torch.from_numpy(block_tables))
-
-
-def _logit_rows(sequences: Sequence[ScheduledSequence], query_start: np.ndarray) -> Tensor:
-    """[num_draws] int64: the row that each draw reads."""
-    rows = [
-        row
-        for s, end in zip(sequences, query_start[1:].tolist(), strict=True)
-        if s.drawn is not None
-        for row in range(end - s.drawn.num_rows, end)
-        for _ in s.drawn.draws
-    ]
-    return torch.tensor(rows, dtype=torch.int64)

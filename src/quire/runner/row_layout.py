@@ -36,6 +36,16 @@ class RowLayout(NamedTuple):
         blocks = block_tables[self.sequence_of, self.positions // block_size].astype(np.int64)
         return blocks * block_size + self.positions % block_size
 
+    def read_rows(self, sequences: Sequence[ScheduledSequence]) -> list[int]:
+        """[num_draws]: the row that each draw of the step's sequences reads."""
+        return [
+            row
+            for s, end in zip(sequences, self.query_start[1:].tolist(), strict=True)
+            if s.drawn is not None
+            for row in range(end - s.drawn.num_rows, end)
+            for _ in s.drawn.draws
+        ]
+
 
 def row_layout(sequences: Sequence[ScheduledSequence]) -> RowLayout:
     """The layout of one step's sequences."""
