@@ -8,13 +8,18 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from msgspec.structs import replace
 
 from benchmarks.engines.peers import ROOT
-from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.engine.requests import grammar_queue
+from quire.engine.requests.input_processor import Prompt
 
 QUESTIONS = ROOT / "tests" / "data" / "recall.json"
 _NUM_QUESTIONS = 6
@@ -37,21 +42,43 @@ _FUNCTION = {
 SCHEMA = {"type": "array", "items": _FUNCTION, "minItems": 3, "maxItems": 3}
 
 
+@dataclass(frozen=True)
+class _Case:
+    """Requests that engines answer in turn."""
+
+    baselines: dict[str, str]
+    """Engines without drafts, and what the text is called in the row that compares with them."""
+    method: str
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    are_new: bool = False
+    """Whether each round has another prompt."""
+
+
+class _Round(NamedTuple):
+    seconds: float
+    num_steps: int
+    token_ids: list[list[int]]
+    """Of each prompt."""
+
+
 def rows(model: str, draft: str, precision: str, num_rounds: int, only: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Yield the speed-up by a draft model for answers and code, by forced tokens for JSON, by a prediction for an edit.
 
     As an edit counts what the model writes anyway, predicted with one token in 20 changed. JSON is written for another
-    prompt in each round, since forced tokens are those that were drawn before.
+    prompt in each round, since forced tokens are those that were drawn before. It is compared with an engine that draws
+    each token, and with one that appends the tokens that the grammar leaves no choice of.
     """
     arguments: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 1024, "kv_cache_memory": "256MiB"}
     arguments |= {"quantization": None if precision == "bfloat16" else precision, "enable_prefix_caching": False}
     configs = {
         "off": {"method": "off"},
+        "drawn": {"method": "off"},
         "draft_model": {"method": "draft_model", "model": draft},
         "forced": {"method": "forced"},
         "prediction": {"method": "prediction"},
     }
-    wanted = {name: config for name, config in configs.items() if not only or name in ("off", *only)}
+    wanted = {name: config for name, config in configs.items() if not only or name in ("off", "drawn", *only)}
     llms = {name: LLM(model, speculative_config=config, **arguments) for name, config in wanted.items()}
     pairs = sorted(json.loads(QUESTIONS.read_text()), key=lambda pair: -len(pair["answer"]))[:_NUM_QUESTIONS]
     chats = [llms["off"].chat_prompt([{"role": "user", "content": pair["question"]}]) for pair in pairs]
@@ -60,31 +87,45 @@ def rows(model: str, draft: str, precision: str, num_rounds: int, only: Sequence
     edited = SamplingParams(temperature=0, max_tokens=_NUM_EDITED, ignore_eos=True)
     written = list(llms["off"].generate(CODE[0], edited, use_tqdm=False)[0].outputs[0].token_ids)
     written[_CHANGED_EVERY // 2 :: _CHANGED_EVERY] = [7] * len(written[_CHANGED_EVERY // 2 :: _CHANGED_EVERY])
+    as_json = "JSON by schema"
     cases = (
-        ("answers", "draft_model", chats, greedy),
-        ("code", "draft_model", list(CODE), greedy),
-        ("JSON by schema", "forced", chats, array),
-        ("edit of code", "prediction", [CODE[0]], replace(edited, prediction=written)),
+        _Case({"off": "answers"}, "draft_model", chats, greedy),
+        _Case({"off": "code"}, "draft_model", CODE, greedy),
+        _Case({"drawn": as_json, "off": f"{as_json}, forced tokens appended"}, "forced", chats, array, are_new=True),
+        _Case({"off": "edit of code"}, "prediction", CODE[:1], replace(edited, prediction=written)),
     )
-    for text, method, prompts, params in (case for case in cases if case[1] in wanted):
-        times: dict[str, list[float]] = {"off": [], method: []}
-        outputs, num_steps = dict[str, list[RequestOutput]](), dict[str, int]()
-        for turn in range(1 + num_rounds):
-            asked = prompts if method != "forced" else [prompts[turn % len(prompts)]]
-            for name, of_rounds in times.items():
-                engine = llms[name].engine
-                first = engine.scheduler.num_steps
-                start = time.perf_counter()
-                outputs[name] = [llms[name].generate(prompt, params, use_tqdm=False)[0] for prompt in asked]
-                of_rounds.append(time.perf_counter() - start)
-                num_steps[name] = engine.scheduler.num_steps - first
-        expected, found = ([output.outputs[0].token_ids for output in outputs[name]] for name in times)
-        ratios = [plain / fast for plain, fast in zip(times["off"][1:], times[method][1:], strict=True)]
+    for case in (case for case in cases if case.method in wanted):
+        yield from _compared(case, llms, precision, num_rounds)
+
+
+def _compared(case: _Case, llms: Mapping[str, LLM], precision: str, num_rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each baseline. Of rounds with a prompt of their own, tokens and steps are added."""
+    found: dict[str, list[_Round]] = {name: [] for name in (*case.baselines, case.method)}
+    for turn in range(len(case.prompts) if case.are_new else 1 + num_rounds):
+        asked = [case.prompts[turn]] if case.are_new else case.prompts
+        for name, of_rounds in found.items():
+            of_rounds.append(_run(llms[name], asked, case.params, jumps=name != "drawn"))
+    counted = {name: of_rounds[1:] if case.are_new else of_rounds[-1:] for name, of_rounds in found.items()}
+    drafted = counted[case.method]
+    for name, text in case.baselines.items():
+        seconds = [[r.seconds for r in found[each][1:]] for each in (name, case.method)]
         yield {
-            "text": text, "method": method, "precision": precision, "num_tokens": sum(map(len, expected)),
-            "num_steps": list(num_steps.values()), "elapsed_s": [times["off"][1:], times[method][1:]],
-            "speedup": round(statistics.median(ratios), 3), "is_equal": expected == found,
+            "text": text, "method": case.method, "precision": precision,
+            "num_tokens": sum(len(ids) for r in drafted for ids in r.token_ids),
+            "num_steps": [sum(r.num_steps for r in each) for each in (counted[name], drafted)], "elapsed_s": seconds,
+            "speedup": round(statistics.median(plain / fast for plain, fast in zip(*seconds, strict=True)), 3),
+            "is_equal": [r.token_ids for r in counted[name]] == [r.token_ids for r in drafted],
         }  # fmt: skip
+
+
+def _run(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, *, jumps: bool) -> _Round:
+    """Answer one prompt after another. Without `jumps`, tokens are drawn that the grammar leaves no choice of."""
+    scheduler = llm.engine.scheduler
+    first = scheduler.num_steps
+    with nullcontext() if jumps else patch.object(grammar_queue, "_jumps", lambda _: False):
+        start = time.perf_counter()
+        token_ids = [list(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids) for prompt in prompts]
+        return _Round(time.perf_counter() - start, scheduler.num_steps - first, token_ids)
 
 
 if __name__ == "__main__":
