@@ -5,6 +5,7 @@
 #include "attention/plan.h"
 #include "attention/tiles/tile.h"
 #include "isa/simd.h"
+#include "runtime/memory.h"
 
 namespace quire::QUIRE_ISA {
 
@@ -66,11 +67,16 @@ static inline BlockSlot<C> find_slot(const AttentionArgs& args, int64_t seq, int
           values};
 }
 
+// Fetched ahead of the work where the nearest cache is large. A pass over half of the dimensions of 128 values of 64
+// comes to the end of their 16 KiB twice as fast as lines are fetched.
+constexpr int64_t kBytesNear = 16 * 1024;
+
 namespace {  // then the compiler knows which registers next_piece changes
 
 // Walks over the tiles of a run of items, up to two ahead of the work, and fetches what lies there into the
 // second-level cache: in the order of memory, block by block, since that is what the processor's own prefetchers
-// recognize and help with.
+// recognize and help with. Where the nearest cache is large: in the order of use, kBytesNear ahead, and into that, so
+// that loads do not wait behind requests that wait for memory.
 template <typename C>
 class LookAhead {
  public:
@@ -80,11 +86,14 @@ class LookAhead {
     lead_ = 1;
     pairs_ = kMayPair && !a_.has_latents() && a_.head_dim % 32 == 0 && !is_in_lanes() &&
              a_.num_heads <= kMostPairedHeads * a_.num_kv_heads;
+    near_ = kMayBeNear && has_large_nearest_cache() && !a_.has_latents() && !is_in_lanes();
+    nearest_ = near_ && (sizeof(C) > 1 || a_.num_heads <= kMostNearestHeads * a_.num_kv_heads);
   }
 
   // The work begins the next tile: those up to it need not be fetched any more.
   void begin_tile() {
-    if (--lead_ == 0) next_tile();
+    if (--lead_ == 0 && !near_) next_tile();
+    if (lead_ < 0) next_tile();
   }
 
   // The next kBytes, where the i-th call is one of many that ask for as much.
@@ -107,7 +116,7 @@ class LookAhead {
     }
     next_ += kLines * 64;
     QUIRE_UNROLL
-    for (int l = 0; l < kLines; ++l) prefetch(line + l * 64);
+    for (int l = 0; l < kLines; ++l) ask(line + l * 64);
   }
 
   void end_turn(int64_t) {}
@@ -127,20 +136,40 @@ class LookAhead {
   // On tiles, a block's keys and values are fetched in turns: reading two pages at a time measured faster there. Both
   // take equally many bytes, a multiple of what a call asks for.
   static constexpr bool kMayPair = kAmx && sizeof(C) == sizeof(bf16);
+#if defined(__AVX512BF16__)
+  static constexpr bool kMayBeNear = !kAmx;
+#else
+  static constexpr bool kMayBeNear = false;
+#endif
+
+  // The most heads of queries of a head of int8 keys for which these are fetched into the nearest cache: more are
+  // multiplied for longer than they are read.
+  static constexpr int64_t kMostNearestHeads = 4;
+
+  QUIRE_MEMBER void ask(const char* line) const {
+    if (kMayBeNear && nearest_) return prefetch_nearest(line);
+    prefetch(line);
+  }
 
   void enter_item() {
     const KeyRange keys = key_range(a_, *item_);
     start_ = keys.first / kTileKeys * kTileKeys;
     last_ = keys.last;
+    enter_tile();
+  }
+
+  void enter_tile() {
+    next_ = piece_end_ = nullptr;
+    block_ = first_block_ = start_ / piece_keys();
+    key_ = first_block_ * piece_keys();
+    row_ = 0;
   }
 
   void next_tile() {
     ++lead_;
     start_ += kTileKeys;
-    if (start_ >= last_ && item_ < end_ && ++item_ < end_) enter_item();
-    next_ = piece_end_ = nullptr;
-    key_ = start_ / piece_keys() * piece_keys();
-    row_ = 0;
+    if (start_ >= last_ && item_ < end_ && ++item_ < end_) return enter_item();
+    enter_tile();
   }
 
   // A block's keys lie in one piece, and so do its values. Of larger blocks each lane of the keys has a piece.
@@ -149,6 +178,12 @@ class LookAhead {
 
   // Not inlined: loops that fetch keep their registers.
   __attribute__((noinline)) bool next_piece() {
+    if (kMayBeNear && near_) {
+      const bool is_first = next_ == nullptr && lead_ == 0;  // the work has come here: at once what else is ahead of it
+      if (!next_near_piece()) return false;
+      for (int64_t bytes = 0; is_first && bytes < kBytesNear; bytes += 64) fetch<64>(0);
+      return next_ < piece_end_ || next_near_piece();
+    }
     if (key_ >= min_of(start_ + kTileKeys, last_) && lead_ < 2) next_tile();
     if (key_ >= min_of(start_ + kTileKeys, last_) || item_ == end_ || a_.block_size % W != 0) return false;
     const int64_t heads = item_->num_kv_heads, lanes = heads * key_lanes<C>(a_);
@@ -175,14 +210,34 @@ class LookAhead {
     return true;
   }
 
+  // As next_piece, in the order of use: of each head the tile's keys, then its values.
+  bool next_near_piece() {
+    if (item_ == end_ || a_.block_size % W != 0) return false;
+    if (key_ >= min_of(start_ + kTileKeys, last_)) {
+      const bool is_last = row_ + 1 == 2 * item_->num_kv_heads;
+      if (is_last && lead_ == 2) return false;
+      ++row_;
+      key_ = first_block_ * a_.block_size;
+      block_ = first_block_;
+      if (is_last) next_tile();
+      if (item_ == end_) return false;
+    }
+    const BlockSlot<C> slot = find_slot<C>(a_, item_->seq, item_->kv_head + row_ / 2, block_++, 0);
+    next_ = reinterpret_cast<const char*>(row_ % 2 == 0 ? slot.keys : slot.values);
+    piece_end_ = next_ + a_.block_size * (row_ % 2 == 0 ? 4 * key_lanes<C>(a_) : a_.head_dim * int64_t(sizeof(C)));
+    key_ += a_.block_size;
+    return true;
+  }
+
   const AttentionArgs& a_;
   const AttentionItem* item_;
   const AttentionItem* end_;
-  int64_t start_, last_;  // of the tile that is fetched, and of its item
-  int64_t lead_;          // tiles between that tile and the one being computed
-  int64_t key_, row_;     // of the piece that is fetched next
-  BlockSlot<C> slot_;     // of key_, where row_ is not 0
-  bool pairs_;
+  int64_t start_, last_;         // of the tile that is fetched, and of its item
+  int64_t lead_;                 // tiles between that tile and the one being computed
+  int64_t key_, row_;            // of the piece that is fetched next
+  int64_t block_, first_block_;  // its block in the table, and the tile's first
+  BlockSlot<C> slot_;            // of key_, where row_ is not 0
+  bool pairs_, near_, nearest_;
   int64_t to_values_ = 0;  // from a block's keys, in bytes
   const char *next_ = nullptr, *piece_end_ = nullptr;
 };

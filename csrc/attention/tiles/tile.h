@@ -36,6 +36,7 @@ constexpr int kAttentionVectors = kHas32Registers && R <= 6 ? 4 : 2;
 
 // Into the second-level cache: the few lines that the first level can wait for would hold up the loads of this tile.
 QUIRE_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+QUIRE_INLINE void prefetch_nearest(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 // Where the keys and values of one tile lie. Entries for keys that no row sees repeat another key's.
 template <typename C>
