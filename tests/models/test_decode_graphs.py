@@ -18,7 +18,7 @@ from quire.config.kv_layout import kv_cache_config
 from quire.config.model import ModelConfig
 from quire.models.weights.loader import load_model
 from quire.runner.cache_engine import CacheEngine
-from quire.runner.decode_graphs import MAX_ROWS, MAX_UNREAD_ROWS, DecodeGraphs, is_small_step
+from quire.runner.decode_graphs import MAX_ROWS, DecodeGraphs, is_small_step
 from quire.runner.model_runner import build_tensors
 from tests.kernels.isas import needs_native
 from tests.models.latent import LATENT
@@ -139,6 +139,7 @@ def test_modules_of_a_library_can_be_replayed_with_what_torch_computes(dtype: st
     folder, _ = save_checkpoint(architecture, **fields)
     decoding = Decoding(ModelConfig.resolve(str(folder), dtype=dtype, model_impl="transformers"), 3, "auto")
     with torch.inference_mode():
+        assert not decoding.graphs.can_replay([ScheduledSequence(0, (7, 8), 0, decoding.tables[0], DRAWN)])
         for running in [[0], [1, 0], [0, 1, 2], [0], [2, 1], [0, 1, 2]] * 2:
             sequences = decoding.step(running)
             assert decoding.graphs.can_replay(sequences)
@@ -155,9 +156,8 @@ def test_only_small_steps_that_draw_are_recorded() -> None:
     )
     assert is_small_step([one] * MAX_ROWS)
     assert not is_small_step([one] * (MAX_ROWS + 1))
-    for unread in (two, silent):
-        assert is_small_step([one, *[unread] * MAX_UNREAD_ROWS])
-        assert not is_small_step([one, *[unread] * (MAX_UNREAD_ROWS + 1)])
+    assert is_small_step([two, *[silent] * (MAX_ROWS - 2)])
+    assert not is_small_step([two, *[silent] * (MAX_ROWS - 1)])
     assert not is_small_step([ScheduledSequence(0, (7,), 0, table, DrawnRows((GREEDY, GREEDY), 0))])
     assert not is_small_step([one, msgspec.structs.replace(one, token_type_ids=(0,))])
 

@@ -1,4 +1,4 @@
-"""Steps whose kernels run once all of them have been called."""
+"""Steps whose kernels run once all of them have been called, and whose recordings are not kept."""
 
 import math
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.kernels import KernelGraph
+from quire.runner.decode_graphs import DecodeGraphs
 from tests.kernels.isas import needs_native
 
 PARAMS = SamplingParams(temperature=0, max_tokens=1, logprobs=3, ignore_eos=True)
@@ -25,6 +26,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def drawn(monkeypatch: pytest.MonkeyPatch, work: float, prompts: list[list[int]]) -> list[Any]:
     monkeypatch.setattr("quire.runner.model_runner._RECORDED_WORK", work)
+    monkeypatch.setattr(DecodeGraphs, "can_replay", lambda *_: False)  # as if the prompts were longer
     llm = LLM("quire-tiny", enable_prefix_caching=False, num_gpu_blocks_override=64)
     outputs = [llm.generate(prompt, PARAMS, use_tqdm=False)[0] for prompt in prompts]
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]

@@ -28,8 +28,6 @@ from quire.runner.row_layout import RowLayout, row_layout
 
 MAX_ROWS = 256
 """A step of more rows takes so long that Python's share of it no longer matters."""
-MAX_UNREAD_ROWS = 64
-"""Of a step that is recorded: tokens that a grammar forced, and short ends of prompts."""
 MAX_RECORDINGS = 512
 """Recordings that are kept, the last used ones, since there are many combinations of rows and logits."""
 
@@ -91,8 +89,13 @@ class DecodeGraphs:
         self._recorded: OrderedDict[tuple[int, bool, int | None], _Recorded] = OrderedDict()
 
     def can_replay(self, sequences: Sequence[ScheduledSequence]) -> bool:
-        """Whether backend and model can be recorded, and this is a step that is small enough."""
-        return self._backend.can_record and self._model.can_record and is_small_step(sequences)
+        """Whether backend and model can be recorded, and this is a step that is small enough.
+
+        What torch computes keeps memory in each recording: with it, only decode steps are, which have few shapes.
+        """
+        if not (self._backend.can_record and self._model.can_record and is_small_step(sequences)):
+            return False
+        return not self._model.needs_torch or sum(map(_num_read, sequences)) == sum(len(s.token_ids) for s in sequences)
 
     def logits(self, sequences: Sequence[ScheduledSequence]) -> Tensor | None:
         """[num_read, vocab] float32 of the rows that are read, valid until the next step; None if none is read. The
@@ -177,12 +180,12 @@ class DecodeGraphs:
 
 
 def is_small_step(sequences: Sequence[ScheduledSequence]) -> bool:
-    """Whether a step of these sequences only draws tokens, one from each row that is read, and has at most MAX_ROWS, of
-    which MAX_UNREAD_ROWS are not read."""
-    if len(sequences) > MAX_ROWS or not all(map(_only_draws, sequences)):
-        return False
-    num_rows = sum([len(s.token_ids) for s in sequences])
-    return num_rows <= MAX_ROWS and num_rows - sum(map(_num_read, sequences)) <= MAX_UNREAD_ROWS
+    """Whether a step of these sequences only draws tokens, one from each row that is read, and has at most MAX_ROWS."""
+    return (
+        len(sequences) <= MAX_ROWS
+        and all(map(_only_draws, sequences))
+        and sum([len(s.token_ids) for s in sequences]) <= MAX_ROWS
+    )
 
 
 def _only_draws(s: ScheduledSequence) -> bool:
