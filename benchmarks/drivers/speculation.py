@@ -47,7 +47,8 @@ class _Case:
     """Requests that engines answer in turn."""
 
     baselines: dict[str, str]
-    """Engines without drafts, and what the text is called in the row that compares with them."""
+    """`off`, the engine without drafts, or `drawn`, the same without jumps; and what the text is called in the row that
+    compares with it."""
     method: str
     prompts: Sequence[Prompt]
     params: SamplingParams
@@ -73,12 +74,11 @@ def rows(model: str, draft: str, precision: str, num_rounds: int, only: Sequence
     arguments |= {"quantization": None if precision == "bfloat16" else precision, "enable_prefix_caching": False}
     configs = {
         "off": {"method": "off"},
-        "drawn": {"method": "off"},
         "draft_model": {"method": "draft_model", "model": draft},
         "forced": {"method": "forced"},
         "prediction": {"method": "prediction"},
     }
-    wanted = {name: config for name, config in configs.items() if not only or name in ("off", "drawn", *only)}
+    wanted = {name: config for name, config in configs.items() if not only or name in ("off", *only)}
     llms = {name: LLM(model, speculative_config=config, **arguments) for name, config in wanted.items()}
     pairs = sorted(json.loads(QUESTIONS.read_text()), key=lambda pair: -len(pair["answer"]))[:_NUM_QUESTIONS]
     chats = [llms["off"].chat_prompt([{"role": "user", "content": pair["question"]}]) for pair in pairs]
@@ -104,7 +104,8 @@ def _compared(case: _Case, llms: Mapping[str, LLM], precision: str, num_rounds: 
     for turn in range(len(case.prompts) if case.are_new else 1 + num_rounds):
         asked = [case.prompts[turn]] if case.are_new else case.prompts
         for name, of_rounds in found.items():
-            of_rounds.append(_run(llms[name], asked, case.params, jumps=name != "drawn"))
+            llm = llms["off" if name == "drawn" else name]
+            of_rounds.append(_run(llm, asked, case.params, jumps=name != "drawn"))
     counted = {name: of_rounds[1:] if case.are_new else of_rounds[-1:] for name, of_rounds in found.items()}
     drafted = counted[case.method]
     for name, text in case.baselines.items():

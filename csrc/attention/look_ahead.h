@@ -67,8 +67,8 @@ static inline BlockSlot<C> find_slot(const AttentionArgs& args, int64_t seq, int
           values};
 }
 
-// Fetched ahead of the work where the nearest cache is large. A pass over half of the dimensions of 128 values of 64
-// comes to the end of their 16 KiB twice as fast as lines are fetched.
+// How far ahead of the work lines are fetched where the nearest cache is large. Less would come too late: values of 64
+// dimensions are read in two passes of half of each row, so the first pass moves on twice as fast as lines are fetched.
 constexpr int64_t kBytesNear = 16 * 1024;
 
 namespace {  // then the compiler knows which registers next_piece changes

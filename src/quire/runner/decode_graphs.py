@@ -1,8 +1,8 @@
 """Short steps, recorded once for each number of rows, with and without adapters, then replayed.
 
-In a decode step each sequence runs the tokens whose successors it draws: its newest token, and drafts behind it. Tokens
-behind which nothing is drawn are run before them where a grammar forced them, or at the end of a prompt. Passes of what
-drafts are recorded too.
+In a decode step each sequence runs the tokens whose successors it draws: its newest token, and drafts behind it. Before
+them may be tokens whose successors are known: the others of a short prompt, and those that a grammar forced. Passes of
+what drafts are recorded too.
 
 Sequences are followed by empty ones until there are as many as rows. So steps with the same number of rows replay the
 same recording, whichever sequences have them, and a batch that shrinks needs few recordings.
