@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -157,6 +158,15 @@ def test_an_array_is_written_where_a_symbolic_link_points(run: Embed, embedder: 
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["vectors.npy"]
     vectors = np.stack([output.outputs.data for output in embedder.embed(["one", "two"])])
     assert np.array_equal(np.load(tmp_path / "data" / "vectors.npy"), vectors)
+
+
+def test_an_array_file_keeps_its_permissions(run: Embed, tmp_path: Path) -> None:
+    output = tmp_path / "vectors.npy"
+    output.write_bytes(b"before")
+    output.chmod(0o600)
+    assert run("--text", "one", "--output", str(output))[0] == 0
+    assert stat.S_IMODE(output.stat().st_mode) == 0o600
+    assert len(np.load(output)) == 1
 
 
 def test_an_array_file_stays_as_it_was_where_a_run_ends_early(run: Embed, calls: Calls, tmp_path: Path) -> None:

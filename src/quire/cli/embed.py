@@ -151,7 +151,7 @@ def _embedded(llm: LLM, piece: Sequence[_Text], params: PoolingParams) -> Iterat
 @contextmanager
 def _array_file(name: str) -> Iterator[BinaryIO]:
     """A temporary file, which takes the place of the file `name`, or of the file that a symbolic link `name` points to,
-    if the block ends without an error. Raises QuireError if it cannot be created."""
+    with the permissions of that, if the block ends without an error. Raises QuireError if it cannot be created."""
     path = Path(os.path.realpath(name))
     if path.is_dir() or not name.endswith(".npy"):
         raise InvalidPromptError(f"--output {name!r}: must be a file, and the name must end in .npy")
@@ -162,6 +162,8 @@ def _array_file(name: str) -> Iterator[BinaryIO]:
         raise QuireError(f"the embeddings cannot be written to {name!r}: {error.strerror}") from error
     try:
         with file:
+            if path.exists():
+                os.fchmod(file.fileno(), path.stat().st_mode)
             yield file
             file.flush()
             os.fsync(file.fileno())
