@@ -155,7 +155,9 @@ def completes_twice(output: str) -> None:
 
 
 def streams_completions(output: str) -> None:
-    assert output.count("Completion(id=") > 2
+    """Tokens that wait for a slow client come together, so there may be one event for each of two answers."""
+    assert output.count("Completion(id=") >= 2
+    assert len(re.findall("finish_reason='(?:stop|length)'", output)) == 2
 
 
 def completes_a_chat(output: str) -> None:
@@ -164,7 +166,7 @@ def completes_a_chat(output: str) -> None:
 
 
 def streams_a_chat(output: str) -> None:
-    assert output.count("ChatCompletionChunk(id=") > 2
+    assert output.count("ChatCompletionChunk(id=") >= 2
     assert re.search("finish_reason='(stop|length)'", output)
 
 
