@@ -155,9 +155,9 @@ def completes_twice(output: str) -> None:
 
 
 def streams_completions(output: str) -> None:
-    """Tokens that wait for a slow client come together, so there may be one event for each of two answers."""
+    """One event for each of two answers is enough: tokens that the client has not fetched come together."""
     assert output.count("Completion(id=") >= 2
-    assert len(re.findall("finish_reason='(?:stop|length)'", output)) == 2
+    assert sorted(re.findall(r"finish_reason='(?:stop|length)', index=(\d)", output)) == ["0", "1"]
 
 
 def completes_a_chat(output: str) -> None:
@@ -166,7 +166,7 @@ def completes_a_chat(output: str) -> None:
 
 
 def streams_a_chat(output: str) -> None:
-    assert output.count("ChatCompletionChunk(id=") >= 2
+    assert output.count("ChatCompletionChunk(id=") > 2
     assert re.search("finish_reason='(stop|length)'", output)
 
 
