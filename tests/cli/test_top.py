@@ -24,8 +24,8 @@ from quire.engine.view.cache_frame import (
 )
 
 COUNTERS = {
-    "running": 1, "waiting": 1, "swapped": 0, "used_blocks": 2, "generated_tokens": 30, "preemptions": 3,
-    "preemptions_by_swap": 1, "prefix_hit": 30, "prefix_queried": 40, "prefix_evicted": 16,
+    "running": 1, "waiting": 1, "swapped": 0, "used_blocks": 2, "cached_blocks": 1, "generated_tokens": 30,
+    "preemptions": 3, "preemptions_by_swap": 1, "prefix_hit": 30, "prefix_queried": 40, "prefix_evicted": 16,
 }  # fmt: skip
 BLOCKS = BlockColumns(
     ids=[0, 1, 5],
@@ -195,12 +195,15 @@ def test_a_large_cache_fits_and_shows_the_busiest_of_blocks() -> None:
     assert picture.is_whole
 
 
-def test_a_snapshot_is_complete_once_all_used_blocks_have_been_sent() -> None:
+def test_a_snapshot_is_complete_once_all_blocks_that_are_not_free_have_been_sent() -> None:
     picture = Picture(CacheMirror(), is_coloured=False)
     assert not picture.is_whole
     picture.add(CacheUpdate(0, 0.0, CacheSetup(16, 8, 0, 1, 4), None, None, [], [], COUNTERS))
     assert not picture.is_whole
-    picture.add(CacheUpdate(1, 0.1, device=BLOCKS))
+    columns = {name: getattr(BLOCKS, name) for name in BLOCKS.__struct_fields__}
+    picture.add(CacheUpdate(1, 0.1, device=BlockColumns(**{name: values[:2] for name, values in columns.items()})))
+    assert not picture.is_whole  # both in use are there, the cached one is not
+    picture.add(CacheUpdate(2, 0.2, device=BlockColumns(**{name: values[2:] for name, values in columns.items()})))
     assert picture.is_whole
 
 

@@ -129,6 +129,8 @@ def test_saving_takes_a_new_folder_and_weights_that_are_not_quantized(saved: Pat
     assert "exists already" in capsys.readouterr().err
     assert main(["quantize", str(saved), str(saved.parent / "again")]) == 2
     assert "quantized already" in capsys.readouterr().err
+    assert main(["quantize", "quire-draft", str(saved / "config.json" / "below")]) == 2
+    assert "config.json/below' cannot be made: Not a directory" in capsys.readouterr().err
     assert sorted(saved.parent.iterdir()) == before
 
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import signal
+import stat
 import subprocess
 import sys
 
@@ -185,6 +187,26 @@ def test_a_line_cut_off_in_the_partial_file_is_asked_again(batch):
     assert [row["response"]["body"]["echo"]["i"] for row in batch.rows] == list(range(4))
 
 
+def test_the_output_stays_a_link_and_keeps_its_permissions_and_no_other_file_changes(batch):
+    link, target, beside = batch.output, batch.source.with_name("real"), batch.source.with_name("real.tmp")
+    target.touch()
+    target.chmod(0o600)
+    link.symlink_to(target.name)
+    beside.write_text("mine")
+    batch.write(line(0), line(1))
+    batch.app.dies_after = 2
+    with pytest.raises(EngineDeadError):
+        batch.run(max_in_flight=1)
+    assert stat.S_IMODE(target.with_name("real.partial").stat().st_mode) == 0o600
+    batch.app = Echo()
+    assert batch.run(resume=True) == (0, 1)
+    assert link.is_symlink()
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+    assert len(batch.rows) == 2
+    assert beside.read_text() == "mine"
+    assert {path.name for path in target.parent.iterdir()} == {"in.jsonl", "out.jsonl", "real", "real.tmp"}
+
+
 def test_another_input_is_not_mixed_in(batch):
     batch.write(line(0), line(1))
     batch.app.dies_after = 2
@@ -201,10 +223,13 @@ def test_resume_begins_where_there_is_nothing_to_go_on_with_and_empty_files_are_
     assert batch.output.read_bytes() == b""
 
 
-@pytest.mark.parametrize("change", [{"-i": "missing.jsonl"}, {"-o": "in.jsonl"}, {"-o": "."}, {"--max-in-flight": "0"}])
+@pytest.mark.parametrize(
+    "change", [{"-i": "missing.jsonl"}, {"-o": "in.jsonl"}, {"-o": "."}, {"-o": "pipe"}, {"--max-in-flight": "0"}]
+)
 def test_wrong_files_are_refused_before_the_model_is_loaded(batch, change, capsys, monkeypatch):
     batch.write(line(0))
     monkeypatch.chdir(batch.source.parent)
+    os.mkfifo("pipe")
     options = {"-i": "in.jsonl", "-o": "out.jsonl"} | change
     assert main(["run-batch", *(word for pair in options.items() for word in pair)]) == 2
     assert capsys.readouterr().err.startswith("quire: ")

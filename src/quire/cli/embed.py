@@ -10,16 +10,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import secrets
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from quire.cli.arguments.options import add_engine_arguments, add_model_argument, load_llm
 from quire.common.errors import InvalidPromptError, PromptTooLongError, QuireError
+from quire.common.files import replacement
 from quire.common.params import PoolingParams
 
 if TYPE_CHECKING:
@@ -150,23 +150,14 @@ def _embedded(llm: LLM, piece: Sequence[_Text], params: PoolingParams) -> Iterat
 
 @contextmanager
 def _array_file(name: str) -> Iterator[BinaryIO]:
-    """A temporary file, which takes the place of the file `name`, or of the file that a symbolic link `name` points to,
-    with the permissions of that, if the block ends without an error. Raises QuireError if it cannot be created."""
+    """What takes the place of the file `name`, or of the file that a symbolic link `name` points to (`replacement`).
+    Raises QuireError if it cannot be created."""
     path = Path(os.path.realpath(name))
     if path.is_dir() or not name.endswith(".npy"):
         raise InvalidPromptError(f"--output {name!r}: must be a file, and the name must end in .npy")
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        file = partial.open("xb")
-    except OSError as error:
-        raise QuireError(f"the embeddings cannot be written to {name!r}: {error.strerror}") from error
-    try:
-        with file:
-            if path.exists():
-                os.fchmod(file.fileno(), path.stat().st_mode)
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(replacement(path))
+        except OSError as error:
+            raise QuireError(f"the embeddings cannot be written to {name!r}: {error.strerror}") from error
+        yield file

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     source, output = options.input_file, options.output_file
     if not source.is_file():
         raise ConfigError(f"the input file {str(source)!r} does not exist or is not a file")
-    if output.exists() and (output.is_dir() or output.samefile(source)):
+    if output.exists() and (not output.is_file() or output.samefile(source)):
         raise ConfigError(f"the output file {str(output)!r} must be a file other than the input")
     if options.max_in_flight is not None and options.max_in_flight < 1:
         raise ConfigError(f"max_in_flight={options.max_in_flight}: must be 1 or more")

@@ -14,7 +14,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from quire.common.errors import PromptTooLongError, RequestError, RequestFailedError
-from quire.common.interrupts import interrupt_deferred
 from quire.common.log import logger
 from quire.common.outputs import RequestOutput
 from quire.common.params import PoolingParams
@@ -25,6 +24,7 @@ from quire.engine.llm_engine import LLMEngine
 from quire.engine.requests.input_processor import Prompt
 from quire.engine.requests.pooling import CheckedPrompt
 from quire.interfaces.engine_processes import EngineProcesses
+from quire.interfaces.interrupts import interrupt_deferred
 from quire.interfaces.pooling import PIECE, Pair, Tokenized, may_be_too_long, tokenized
 from quire.interfaces.prompts import rejected
 

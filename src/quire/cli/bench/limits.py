@@ -52,7 +52,9 @@ class Limits:
         """The best of a few tries; `dtype` may be a format of quantized weights. ConfigError without native kernels."""
         backend = kernels.backend_for("cpu")
         if not isinstance(backend, NativeBackend):
-            raise ConfigError("the machine's limits are measured by the native kernels: install Quire with them")
+            raise ConfigError(
+                "the machine's limits are measured by the native kernels: unset QUIRE_ISA, or install Quire with them"
+            )
         native, codes = backend.native, [str(each).removeprefix("torch.") for each in DTYPE_CODES]
         code = [*codes, *kernels.QUANTIZED_FORMATS].index(dtype)
         memory = _cold_memory()

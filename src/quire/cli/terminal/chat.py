@@ -23,8 +23,8 @@ from quire.cli.arguments.options import (
     sampling_params,
 )
 from quire.common.errors import RequestError, nearest_name
-from quire.common.interrupts import interrupt_deferred
 from quire.engine.requests.drafted_text import DraftedText
+from quire.interfaces.interrupts import interrupt_deferred
 
 if TYPE_CHECKING:
     from quire.common.outputs import RequestOutput

@@ -137,9 +137,10 @@ class Picture:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every block in use has been received; a large cache arrives in several frames."""
+        """Whether every block that is not free has been received; a large cache arrives in several frames."""
         counters, blocks = self.mirror.counters, self.mirror.tiers["device"].values()
-        return self.mirror.setup is not None and sum(b["refs"] > 0 for b in blocks) >= counters.get("used_blocks", 0)
+        num_blocks = counters.get("used_blocks", 0) + counters.get("cached_blocks", 0)
+        return self.mirror.setup is not None and sum(b["states"] > 0 for b in blocks) >= num_blocks
 
     def add(self, update: Any) -> None:
         """Apply one frame of the server."""

@@ -150,6 +150,7 @@ class CacheView:
             "waiting": scheduler.requests.num_waiting + len(self._grammars),
             "swapped": len(scheduler.requests.swapped),
             "used_blocks": blocks.num_used_blocks,
+            "cached_blocks": blocks.pool.num_cached_blocks,
             "pinned_blocks": blocks.pins.num_blocks,
             "steps": scheduler.num_steps,
             "prompt_tokens": self._committer.num_prompt_tokens,

@@ -184,7 +184,10 @@ def _write(path: Path, tensors: list[_Saved]) -> None:
 def _complete_or_absent(folder: Path) -> Iterator[Path]:
     """A folder beside `folder`, which takes its name if the block ends well, and goes if it does not."""
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
-    partial.mkdir(parents=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"the folder {str(folder)!r} cannot be made: {error.strerror}") from error
     try:
         yield partial
         partial.rename(folder)

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message
 
 from quire.common.errors import ConfigError, EngineDeadError, QuireError
 from quire.common.faults import fault_write
+from quire.common.files import keep_permissions, replacement
 
 MAX_FRAME_BYTES = 64 * 1024
 """Maximum size of a line, not counting its body."""
@@ -216,14 +217,15 @@ class PartialFile:
 
     def __init__(self, output: Path, source: Path, num_lines: int, *, resume: bool) -> None:
         """Create the file, or with `resume` continue an existing one. Raises ConfigError."""
-        self._output = output
-        self.path = output.with_name(output.name + ".partial")
+        self._output = Path(os.path.realpath(output))  # a symbolic link stays, and what it points to is written
+        self.path = self._output.with_name(self._output.name + ".partial")
         self._offsets = array("Q", bytes(8 * num_lines))
         """Offset of each result in the file; 0 if there is none."""
         with source.open("rb") as file:
             head = hashlib.file_digest(file, "sha256").hexdigest().encode() + b"\n"
         try:
             self._file: BinaryIO = self.path.open("r+b" if resume and self.path.exists() else "x+b", buffering=0)
+            keep_permissions(self._output, self._file)
         except FileExistsError:
             raise ConfigError(
                 f"{self.path} belongs to a run that was interrupted: continue with --resume, or delete it"
@@ -253,14 +255,10 @@ class PartialFile:
 
     def finish(self) -> None:
         """Write the whole output file atomically and delete the partial file."""
-        ordered = self._output.with_name(self._output.name + ".tmp")
-        with self._writing(), ordered.open("wb") as file, self.path.open("rb") as answers:
+        with self._writing(), replacement(self._output) as file, self.path.open("rb") as answers:
             for offset in self._offsets:
                 answers.seek(offset)
                 fault_write("batch.write", file.write, answers.readline().partition(b" ")[2])
-            file.flush()
-            os.fsync(file.fileno())
-        ordered.replace(self._output)
         self.close()
         self.path.unlink()
 

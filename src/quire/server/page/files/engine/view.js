@@ -257,7 +257,7 @@ export class EngineView {
       histogram(byId(id), values, own);
       const ofAll = values.length
         ? `median ${duration(quantile(values, 0.5))}, 95 % within ${duration(quantile(values, 0.95))}, ${plural(values.length, "request")}`
-        : "no request has finished yet";
+        : `no request ${ends.length ? "had a second token" : "has finished yet"}`;
       setText(byId(`${id}-note`), `${what}: ${ofAll}${own > 0 ? `; the playground's last answer (vertical line): ${duration(own)}` : ""}`);
     }
   }
