@@ -1,7 +1,7 @@
 """The decoder: one class, which a family describes from its config."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from quire.config.model import ModelConfig, rope_config
 from quire.models.base import CausalLM
 from quire.models.decoder.layers import LAYERS, DecoderLayer, summing
 from quire.models.decoder.reading import check_experts, read_heads
-from quire.models.decoder.shapes import AttentionShape, DecoderShape, LayerShape, MLPShape
+from quire.models.decoder.shapes import Arrangement, AttentionShape, DecoderShape, LayerShape, MLPShape
 from quire.models.decoder.watch import Watch
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.batch_tensors import BatchTensors, LayerCache
@@ -77,6 +77,10 @@ class Decoder(CausalLM):
     """Whether what classifies tokens has a dense layer of its own."""
     default_head_dim: ClassVar[int | None] = None
     """The head_dim of a config without the key. None: hidden_size divided by the number of heads."""
+    default_norm: ClassVar[NormShape] = NormShape(1e-6)
+    """The norms over the hidden size, with the epsilon of a config without the key."""
+    arrangement: ClassVar[Arrangement] = Arrangement.PRE_NORM
+    """Of all layers."""
 
     def __init__(self, config: ModelConfig, *, has_head: bool = True) -> None:
         """Without a head, `compute_logits` is not to be called, and the token table is only a table."""
@@ -174,7 +178,7 @@ class Decoder(CausalLM):
     def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
         """Of layer number `layer`."""
         mlp = cls.experts_shape(hf, layer) or cls.mlp_shape(hf, layer)
-        return LayerShape(cls.attention_shape(hf, layer), mlp, cls.norm_shape(hf))
+        return LayerShape(cls.attention_shape(hf, layer), mlp, cls.norm_shape(hf), cls.arrangement)
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
@@ -201,7 +205,8 @@ class Decoder(CausalLM):
     @classmethod
     def norm_shape(cls, hf: HFConfig) -> NormShape:
         """Of the norms over the hidden size."""
-        return NormShape(hf.number("rms_norm_eps", 1e-6))
+        key = "rms_norm_eps" if cls.default_norm.is_rms else "layer_norm_eps"
+        return replace(cls.default_norm, eps=hf.number(key, cls.default_norm.eps))
 
     @classmethod
     def kv_cache_specs(cls, config: ModelConfig) -> list[KVCacheSpec]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.models.decoder.reading import FULL, SLIDING, layer_type
-from quire.models.decoder.shapes import Arrangement, AttentionShape, DecoderShape, HeadNormShape, LayerShape, Span
+from quire.models.decoder.shapes import Arrangement, AttentionShape, DecoderShape, HeadNormShape, Span
 from quire.models.families.llama import LlamaForCausalLM
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
@@ -20,23 +20,17 @@ class CohereForCausalLM(LlamaForCausalLM):
 
     ties_by_default = True
     has_interleaved_rope = True
+    default_norm = NormShape(1e-5, is_rms=False)
+    arrangement = Arrangement.PARALLEL
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
         return replace(super().shape(config), logit_multiplier=config.hf_config.number("logit_scale", _LOGIT_SCALE))
 
     @classmethod
-    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
-        return replace(super().layer_shape(hf, layer), arrangement=Arrangement.PARALLEL)
-
-    @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
         norm = HeadNormShape(cls.norm_shape(hf), Span.EACH_HEAD) if hf.flag("use_qk_norm", False) else None
         return replace(super().attention_shape(hf, layer), head_norm=norm)
-
-    @classmethod
-    def norm_shape(cls, hf: HFConfig) -> NormShape:
-        return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False)
 
 
 class Cohere2ForCausalLM(CohereForCausalLM):

@@ -14,7 +14,6 @@ from quire.models.decoder.shapes import (
     AttentionShape,
     DecoderShape,
     HeadNormShape,
-    LayerShape,
     MLPShape,
 )
 from quire.models.layers.activation import activation_kind
@@ -31,6 +30,7 @@ class GemmaForCausalLM(Decoder):
 
     ties_by_default = True
     default_head_dim = 256
+    default_norm = NormShape(1e-6, offset=1.0)
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
@@ -48,10 +48,6 @@ class GemmaForCausalLM(Decoder):
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
         return MLPShape(hf.size("intermediate_size"), activation_kind(hf, "hidden_act", "gelu_pytorch_tanh"))
 
-    @classmethod
-    def norm_shape(cls, hf: HFConfig) -> NormShape:
-        return NormShape(hf.number("rms_norm_eps", 1e-6), offset=1.0)
-
 
 class Gemma2ForCausalLM(GemmaForCausalLM):
     """Norms on both sides of attention and MLP, capped scores and logits, and a window in every other layer."""
@@ -61,14 +57,12 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
     default_caps: ClassVar[tuple[float, float] | tuple[None, None]] = (50.0, 30.0)
     """Of scores and of logits, in a config without the keys."""
 
+    arrangement = Arrangement.SANDWICH
+
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
         cap = _cap(config.hf_config, "final_logit_softcapping", cls.default_caps[1])
         return replace(super().shape(config), logit_softcap=cap)
-
-    @classmethod
-    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
-        return replace(super().layer_shape(hf, layer), arrangement=Arrangement.SANDWICH)
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
@@ -90,10 +84,7 @@ class VaultGemmaForCausalLM(Gemma2ForCausalLM):
     """Gemma 2 with norms before attention and MLP alone."""
 
     renames: ClassVar = (*Gemma2ForCausalLM.renames, (r"\.pre_feedforward_layernorm\.", ".post_attention_layernorm."))
-
-    @classmethod
-    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
-        return replace(super().layer_shape(hf, layer), arrangement=Arrangement.PRE_NORM)
+    arrangement = Arrangement.PRE_NORM
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):

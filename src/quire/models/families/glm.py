@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.shapes import Arrangement, AttentionShape, LayerShape, MLPShape
+from quire.models.decoder.shapes import Arrangement, AttentionShape, MLPShape
 
 
 class GlmForCausalLM(Decoder):
@@ -33,7 +33,4 @@ class Glm4ForCausalLM(GlmForCausalLM):
         (r"\.post_self_attn_layernorm\.", ".post_attention_layernorm."),
         (r"\.post_mlp_layernorm\.", ".post_feedforward_layernorm."),
     )
-
-    @classmethod
-    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
-        return replace(super().layer_shape(hf, layer), arrangement=Arrangement.SANDWICH)
+    arrangement = Arrangement.SANDWICH

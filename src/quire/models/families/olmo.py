@@ -5,7 +5,7 @@ from dataclasses import replace
 from quire.config.hf_config import HFConfig
 from quire.config.model import rope_config
 from quire.models.decoder.reading import FULL, SLIDING, layer_type, read_clip
-from quire.models.decoder.shapes import Arrangement, AttentionShape, HeadNormShape, LayerShape, Span
+from quire.models.decoder.shapes import Arrangement, AttentionShape, HeadNormShape, Span
 from quire.models.families.llama import LlamaForCausalLM
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
@@ -29,18 +29,13 @@ class OlmoForCausalLM(LlamaForCausalLM):
 class Olmo2ForCausalLM(LlamaForCausalLM):
     """Norms of what attention and MLP give, and of all queries and all keys of a token."""
 
-    @classmethod
-    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
-        return replace(super().layer_shape(hf, layer), arrangement=Arrangement.OUTPUT_NORM)
+    default_norm = NormShape(1e-5)
+    arrangement = Arrangement.OUTPUT_NORM
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
         norm = HeadNormShape(cls.norm_shape(hf), Span.PROJECTION)
         return replace(super().attention_shape(hf, layer), head_norm=norm)
-
-    @classmethod
-    def norm_shape(cls, hf: HFConfig) -> NormShape:
-        return NormShape(hf.number("rms_norm_eps", 1e-5))
 
 
 class Olmo3ForCausalLM(Olmo2ForCausalLM):

@@ -11,7 +11,6 @@ from quire.models.decoder.shapes import (
     AttentionShape,
     DecoderShape,
     HeadNormShape,
-    LayerShape,
     MLPShape,
     QKVLayout,
 )
@@ -29,14 +28,12 @@ class PhiForCausalLM(Decoder):
         (r"\.mlp\.fc1\.", ".mlp.up_proj."),
         (r"\.mlp\.fc2\.", ".mlp.down_proj."),
     )
+    default_norm = NormShape(1e-5, is_rms=False, has_bias=True)
+    arrangement = Arrangement.PARALLEL
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
         return replace(super().shape(config), head_bias=True)
-
-    @classmethod
-    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
-        return replace(super().layer_shape(hf, layer), arrangement=Arrangement.PARALLEL)
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
@@ -46,10 +43,6 @@ class PhiForCausalLM(Decoder):
     @classmethod
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
         return replace(super().mlp_shape(hf, layer), is_gated=False, up_bias=True, down_bias=True)
-
-    @classmethod
-    def norm_shape(cls, hf: HFConfig) -> NormShape:
-        return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False, has_bias=True)
 
 
 class Phi3ForCausalLM(Decoder):

@@ -28,6 +28,7 @@ class BloomForCausalLM(Decoder):
     )
     fused: ClassVar = {}
     ties_by_default = True
+    default_norm = NormShape(1e-5, is_rms=False, has_bias=True)
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
@@ -52,7 +53,3 @@ class BloomForCausalLM(Decoder):
     @classmethod
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
         return MLPShape(4 * hf.size("hidden_size"), "gelu_tanh", is_gated=False, up_bias=True, down_bias=True)
-
-    @classmethod
-    def norm_shape(cls, hf: HFConfig) -> NormShape:
-        return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False, has_bias=True)

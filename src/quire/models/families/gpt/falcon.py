@@ -32,6 +32,7 @@ class FalconForCausalLM(Decoder):
     )
     fused: ClassVar = {}
     ties_by_default = True
+    default_norm = NormShape(1e-5, is_rms=False, has_bias=True)
 
     @classmethod
     def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
@@ -61,10 +62,6 @@ class FalconForCausalLM(Decoder):
         width, bias = hf.size("intermediate_size", 4 * hf.size("hidden_size")), hf.flag("bias", False)
         activation = activation_kind(hf, "hidden_act", "gelu")
         return MLPShape(width, activation, is_gated=False, up_bias=bias, down_bias=bias)
-
-    @classmethod
-    def norm_shape(cls, hf: HFConfig) -> NormShape:
-        return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False, has_bias=True)
 
 
 def _slopes(num_heads: int, scale: float) -> tuple[float, ...]:

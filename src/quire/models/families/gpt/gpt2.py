@@ -31,6 +31,7 @@ class GPT2LMHeadModel(Decoder):
     )
     fused: ClassVar = {}
     ties_by_default = True
+    default_norm = NormShape(1e-5, is_rms=False, has_bias=True)
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
@@ -57,10 +58,6 @@ class GPT2LMHeadModel(Decoder):
         activation = activation_kind(hf, "hidden_act", "gelu_new")
         is_transposed = _is_transposed(hf)
         return MLPShape(width, activation, is_gated=False, up_bias=True, down_bias=True, is_transposed=is_transposed)
-
-    @classmethod
-    def norm_shape(cls, hf: HFConfig) -> NormShape:
-        return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False, has_bias=True)
 
 
 def _is_transposed(hf: HFConfig) -> bool:

@@ -25,6 +25,7 @@ class GPTNeoXForCausalLM(Decoder):
     )
     fused: ClassVar = {}
     ignored: ClassVar = (r"\.attention\.(bias|masked_bias)$", r"\.rotary_emb\.inv_freq$")
+    default_norm = NormShape(1e-5, is_rms=False, has_bias=True)
 
     @classmethod
     def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
@@ -41,7 +42,3 @@ class GPTNeoXForCausalLM(Decoder):
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
         activation = activation_kind(hf, "hidden_act", "gelu")
         return MLPShape(hf.size("intermediate_size"), activation, is_gated=False, up_bias=True, down_bias=True)
-
-    @classmethod
-    def norm_shape(cls, hf: HFConfig) -> NormShape:
-        return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False, has_bias=True)

@@ -6,7 +6,7 @@ from typing import ClassVar
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig, rope_config
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.shapes import Arrangement, DecoderShape, LayerShape, MLPShape
+from quire.models.decoder.shapes import Arrangement, DecoderShape, MLPShape
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
@@ -26,14 +26,12 @@ class GPTJForCausalLM(Decoder):
         (r"\.mlp\.fc_in\.", ".mlp.up_proj."),
         (r"\.mlp\.fc_out\.", ".mlp.down_proj."),
     )
+    default_norm = NormShape(1e-5, is_rms=False, has_bias=True)
+    arrangement = Arrangement.PARALLEL
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
         return replace(super().shape(config), head_bias=True)
-
-    @classmethod
-    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
-        return replace(super().layer_shape(hf, layer), arrangement=Arrangement.PARALLEL)
 
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
@@ -46,7 +44,3 @@ class GPTJForCausalLM(Decoder):
         width = hf.size("intermediate_size", 4 * hf.size("hidden_size"))
         activation = activation_kind(hf, "hidden_act", "gelu_new")
         return MLPShape(width, activation, is_gated=False, up_bias=True, down_bias=True)
-
-    @classmethod
-    def norm_shape(cls, hf: HFConfig) -> NormShape:
-        return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False, has_bias=True)

@@ -31,6 +31,7 @@ class MptForCausalLM(Decoder):
     )
     fused: ClassVar = {}
     ties_by_default = True
+    default_norm = NormShape(1e-5, is_rms=False)
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
@@ -59,7 +60,3 @@ class MptForCausalLM(Decoder):
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
         width = hf.size("expansion_ratio", _MLP_RATIO) * hf.size("hidden_size")
         return MLPShape(width, "gelu", is_gated=False)
-
-    @classmethod
-    def norm_shape(cls, hf: HFConfig) -> NormShape:
-        return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False)

@@ -16,6 +16,7 @@ class NanoChatForCausalLM(LlamaForCausalLM):
     """A norm of the embeddings, and capped logits."""
 
     renames: ClassVar = (*LlamaForCausalLM.renames, (r"\.fc1\.", ".up_proj."), (r"\.fc2\.", ".down_proj."))
+    default_norm = NormShape(1e-6, has_weight=False)
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
@@ -35,7 +36,3 @@ class NanoChatForCausalLM(LlamaForCausalLM):
     @classmethod
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
         return MLPShape(hf.size("intermediate_size"), activation_kind(hf, "hidden_act", "relu2"), is_gated=False)
-
-    @classmethod
-    def norm_shape(cls, hf: HFConfig) -> NormShape:
-        return NormShape(hf.number("rms_norm_eps", 1e-6), has_weight=False)

@@ -12,18 +12,18 @@ from quire.models.layers.norm import NormShape
 class NemotronForCausalLM(LlamaForCausalLM):
     """Squared rectifiers, a partial rotary embedding, and weights of norms that are stored less 1."""
 
+    default_norm = NormShape(1e-5, is_rms=False, has_bias=True, offset=1.0)
+
     @classmethod
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
         activation = activation_kind(hf, "hidden_act", "relu2")
         return replace(super().mlp_shape(hf, layer), activation=activation, is_gated=False)
 
-    @classmethod
-    def norm_shape(cls, hf: HFConfig) -> NormShape:
-        return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False, has_bias=True, offset=1.0)
-
 
 class Jais2ForCausalLM(NemotronForCausalLM):
     """Biases unless the config says otherwise, and weights of norms as they are."""
+
+    default_norm = NormShape(1e-5, is_rms=False, has_bias=True)
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
@@ -34,7 +34,3 @@ class Jais2ForCausalLM(NemotronForCausalLM):
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
         bias = hf.flag("mlp_bias", True)
         return replace(super().mlp_shape(hf, layer), up_bias=bias, down_bias=bias)
-
-    @classmethod
-    def norm_shape(cls, hf: HFConfig) -> NormShape:
-        return replace(super().norm_shape(hf), offset=0.0)

@@ -13,6 +13,7 @@ class StableLmForCausalLM(Decoder):
     """With `use_parallel_residual`, attention and MLP read one norm."""
 
     renames: ClassVar = ((r"^model\.", ""), (r"\.([qk])_layernorm\.", r".\1_norm."))
+    default_norm = NormShape(1e-5, is_rms=False, has_bias=True)
 
     @classmethod
     def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
@@ -28,7 +29,3 @@ class StableLmForCausalLM(Decoder):
             qkv_bias=hf.flag("use_qkv_bias", False),
             head_norm=norm if hf.flag("qk_layernorm", False) else None,
         )
-
-    @classmethod
-    def norm_shape(cls, hf: HFConfig) -> NormShape:
-        return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False, has_bias=True)

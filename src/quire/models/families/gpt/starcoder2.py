@@ -19,6 +19,7 @@ class Starcoder2ForCausalLM(Decoder):
         (r"\.mlp\.c_proj\.", ".mlp.down_proj."),
     )
     ties_by_default = True
+    default_norm = NormShape(1e-5, is_rms=False, has_bias=True)
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
@@ -30,7 +31,3 @@ class Starcoder2ForCausalLM(Decoder):
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
         activation, bias = activation_kind(hf, "hidden_act", "gelu_pytorch_tanh"), hf.flag("use_bias", True)
         return MLPShape(hf.size("intermediate_size"), activation, is_gated=False, up_bias=bias, down_bias=bias)
-
-    @classmethod
-    def norm_shape(cls, hf: HFConfig) -> NormShape:
-        return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False, has_bias=True)

@@ -19,6 +19,7 @@ class ApertusForCausalLM(LlamaForCausalLM):
         (r"\.feedforward_layernorm\.", ".post_attention_layernorm."),
     )
     ignored: ClassVar = (*LlamaForCausalLM.ignored, r"\.act_fn\.(beta|eps)$")
+    default_norm = NormShape(1e-5)
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
@@ -29,7 +30,3 @@ class ApertusForCausalLM(LlamaForCausalLM):
         is_learned = hf.text("hidden_act", "xielu") == "xielu"
         activation = "xielu" if is_learned else activation_kind(hf, "hidden_act", "silu")
         return MLPShape(hf.size("intermediate_size"), activation, is_gated=False)
-
-    @classmethod
-    def norm_shape(cls, hf: HFConfig) -> NormShape:
-        return NormShape(hf.number("rms_norm_eps", 1e-5))

@@ -14,6 +14,7 @@ class Ernie45ForCausalLM(Decoder):
     ties_by_default = True
     default_head_dim = 128
     has_interleaved_rope = True
+    default_norm = NormShape(1e-5)
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
@@ -24,7 +25,3 @@ class Ernie45ForCausalLM(Decoder):
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
         bias = hf.flag("use_bias", False)
         return replace(super().mlp_shape(hf, layer), up_bias=bias, down_bias=bias)
-
-    @classmethod
-    def norm_shape(cls, hf: HFConfig) -> NormShape:
-        return NormShape(hf.number("rms_norm_eps", 1e-5))

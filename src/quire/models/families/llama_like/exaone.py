@@ -6,7 +6,7 @@ from typing import ClassVar
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.model import Decoder
 from quire.models.decoder.reading import FULL, SLIDING, layer_type
-from quire.models.decoder.shapes import Arrangement, AttentionShape, HeadNormShape, LayerShape
+from quire.models.decoder.shapes import Arrangement, AttentionShape, HeadNormShape
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
 
@@ -41,9 +41,8 @@ class Exaone4ForCausalLM(Decoder):
     Without `sliding_window`, all layers see all and have a rotary embedding (the 1.2B).
     """
 
-    @classmethod
-    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
-        return replace(super().layer_shape(hf, layer), arrangement=Arrangement.OUTPUT_NORM)
+    default_norm = NormShape(1e-5)
+    arrangement = Arrangement.OUTPUT_NORM
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
@@ -55,10 +54,6 @@ class Exaone4ForCausalLM(Decoder):
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
         is_rotated = hf.get("sliding_window") is None or _is_sliding(hf, layer)
         return super().rope_shape(hf, layer, head_dim) if is_rotated else None
-
-    @classmethod
-    def norm_shape(cls, hf: HFConfig) -> NormShape:
-        return NormShape(hf.number("rms_norm_eps", 1e-5))
 
 
 def _is_sliding(hf: HFConfig, layer: int) -> bool:

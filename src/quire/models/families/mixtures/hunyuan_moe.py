@@ -17,10 +17,7 @@ class HunYuanMoEV1ForCausalLM(HunYuanDenseV1ForCausalLM):
         (r"\.gate\.wg\.", ".gate."),
         (r"\.shared_mlp\.", ".shared_experts."),
     )
-
-    @classmethod
-    def norm_shape(cls, hf: HFConfig) -> NormShape:
-        return NormShape(hf.number("rms_norm_eps", 1e-5))
+    default_norm = NormShape(1e-5)
 
     @classmethod
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:

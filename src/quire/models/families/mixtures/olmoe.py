@@ -28,13 +28,11 @@ class OlmoeForCausalLM(LlamaForCausalLM):
 class FlexOlmoForCausalLM(Olmo2ForCausalLM):
     """OLMo 2 with the experts of OLMoE."""
 
+    default_norm = NormShape(1e-6)
+
     @classmethod
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:
         return _experts(hf, hf.size("num_experts", 7), hf.size("num_experts_per_tok", 5))
-
-    @classmethod
-    def norm_shape(cls, hf: HFConfig) -> NormShape:
-        return NormShape(hf.number("rms_norm_eps", 1e-6))
 
 
 def _experts(hf: HFConfig, num_experts: int, top_k: int) -> ExpertsShape:
