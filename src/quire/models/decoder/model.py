@@ -71,6 +71,8 @@ class Decoder(CausalLM):
     }
     ties_by_default: ClassVar[bool] = False
     """Whether a config without `tie_word_embeddings` means a head that uses the token table."""
+    has_rope: ClassVar[bool] = True
+    """Whether heads are rotated, in layers for which `rope_shape` does not say otherwise."""
     has_interleaved_rope: ClassVar[bool] = False
     """Whether heads are rotated in pairs of neighbouring dimensions."""
     token_head_has_dense: ClassVar[bool] = False
@@ -190,6 +192,8 @@ class Decoder(CausalLM):
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
         """Of layer number `layer`; None if it does not rotate heads."""
+        if not cls.has_rope:
+            return None
         return RopeShape.read(rope_config(hf), head_dim, is_interleaved=cls.has_interleaved_rope)
 
     @classmethod

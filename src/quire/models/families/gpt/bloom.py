@@ -9,7 +9,6 @@ from quire.models.decoder.model import Decoder
 from quire.models.decoder.reading import alibi_slopes
 from quire.models.decoder.shapes import Arrangement, AttentionShape, DecoderShape, LayerShape, MLPShape, QKVLayout
 from quire.models.layers.norm import NormShape
-from quire.models.layers.rotary import RopeShape
 
 
 class BloomForCausalLM(Decoder):
@@ -29,6 +28,7 @@ class BloomForCausalLM(Decoder):
     fused: ClassVar = {}
     ties_by_default = True
     default_norm = NormShape(1e-5, is_rms=False, has_bias=True)
+    has_rope = False
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
@@ -45,10 +45,6 @@ class BloomForCausalLM(Decoder):
         attention = super().attention_shape(hf, layer)
         slopes = alibi_slopes(attention.num_heads)
         return replace(attention, qkv_bias=True, o_bias=True, qkv_layout=QKVLayout.BY_GROUP, slopes=slopes)
-
-    @classmethod
-    def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
-        return None
 
     @classmethod
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:

@@ -10,7 +10,6 @@ from quire.models.decoder.model import Decoder
 from quire.models.decoder.shapes import AttentionShape, DecoderShape, MLPShape, PositionsShape, QKVLayout
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.norm import NormShape
-from quire.models.layers.rotary import RopeShape
 
 
 class GPT2LMHeadModel(Decoder):
@@ -32,6 +31,7 @@ class GPT2LMHeadModel(Decoder):
     fused: ClassVar = {}
     ties_by_default = True
     default_norm = NormShape(1e-5, is_rms=False, has_bias=True)
+    has_rope = False
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
@@ -47,10 +47,6 @@ class GPT2LMHeadModel(Decoder):
             scale /= layer + 1
         attention = replace(attention, scale=scale, qkv_bias=True, o_bias=True)
         return replace(attention, qkv_layout=QKVLayout.STACKED, is_transposed=_is_transposed(hf))
-
-    @classmethod
-    def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
-        return None
 
     @classmethod
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:

@@ -9,7 +9,6 @@ from quire.models.decoder.model import Decoder
 from quire.models.decoder.reading import alibi_slopes, read_clip
 from quire.models.decoder.shapes import AttentionShape, MLPShape, QKVLayout
 from quire.models.layers.norm import NormShape
-from quire.models.layers.rotary import RopeShape
 
 _MAX_BIAS = 8.0
 _MLP_RATIO = 4
@@ -32,6 +31,7 @@ class MptForCausalLM(Decoder):
     fused: ClassVar = {}
     ties_by_default = True
     default_norm = NormShape(1e-5, is_rms=False)
+    has_rope = False
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
@@ -51,10 +51,6 @@ class MptForCausalLM(Decoder):
             slopes=alibi_slopes(attention.num_heads, options.number("alibi_bias_max", _MAX_BIAS)),
             clip=read_clip(options),
         )
-
-    @classmethod
-    def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
-        return None
 
     @classmethod
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:

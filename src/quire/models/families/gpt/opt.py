@@ -16,7 +16,6 @@ from quire.models.decoder.shapes import (
 )
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.norm import NormShape
-from quire.models.layers.rotary import RopeShape
 
 _POSITION_OFFSET = 2
 """Position 0 is row 2 of the table: the rows before it were a padding token's."""
@@ -36,6 +35,7 @@ class OPTForCausalLM(Decoder):
         (r"\.fc2\.", ".mlp.down_proj."),
     )
     ties_by_default = True
+    has_rope = False
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
@@ -57,10 +57,6 @@ class OPTForCausalLM(Decoder):
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
         bias = hf.flag("enable_bias", True)
         return replace(super().attention_shape(hf, layer), qkv_bias=bias, o_bias=bias)
-
-    @classmethod
-    def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
-        return None
 
     @classmethod
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
