@@ -22,6 +22,8 @@ from quire.models.layers.batch_tensors import BatchTensors, LayerCache
 from quire.models.layers.norm import Norm, make_norm
 from quire.models.layers.rotary import RotaryEmbedding
 
+XAndResidual = tuple[Tensor | None, Tensor]
+"""What a layer gets and returns: x, not yet added, and residual."""
 MakeNorm = Callable[[], Norm]
 Sum = Callable[[Any, Tensor], Tensor]
 """From x and residual [num_tokens, hidden]: adds x to residual, unless x is None, and returns the norm of residual, or
@@ -72,9 +74,7 @@ class DecoderLayer(nn.Module, ABC):
         """Set the attributes that `forward` uses besides those two, whose norms `make_of_output` makes."""
 
     @abstractmethod
-    def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
-    ) -> tuple[Tensor | None, Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         """x and residual [num_tokens, hidden] -> the same two."""
 
 
@@ -85,9 +85,7 @@ class PreNormLayer(DecoderLayer):
         self.input_layernorm, self.post_attention_layernorm = make(), make()
         self.enter = summing(self.input_layernorm, has_x=has_x)
 
-    def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
-    ) -> tuple[Tensor | None, Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         x = self.self_attn(self.enter(x, residual), batch, kv)
         x = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x, batch), residual
@@ -104,9 +102,7 @@ class PreNormOfMLPLayer(PreNormLayer):
 class ResidualAfterNormLayer(PreNormLayer):
     """Norms before attention and MLP, whose results are added to what the norms gave."""
 
-    def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
-    ) -> tuple[Tensor | None, Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         normed = self.enter(x, residual)
         normed_again = self.post_attention_layernorm.add(self.self_attn(normed, batch, kv), normed)
         return self.mlp(normed_again, batch), normed_again
@@ -120,9 +116,7 @@ class PostNormLayer(DecoderLayer):
     def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
         self.input_layernorm, self.post_attention_layernorm = make(), make()
 
-    def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
-    ) -> tuple[Tensor | None, Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         hidden = self.input_layernorm.add(self.self_attn(residual, batch, kv), residual)
         return None, self.post_attention_layernorm.add(self.mlp(hidden, batch), hidden)
 
@@ -134,9 +128,7 @@ class OutputNormLayer(DecoderLayer):
         self.post_attention_layernorm, self.post_feedforward_layernorm = make_of_output(), make_of_output()
         self.enter = summing(None, has_x=has_x)
 
-    def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
-    ) -> tuple[Tensor | None, Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         kernels.add(self.post_attention_layernorm(self.self_attn(self.enter(x, residual), batch, kv)), residual)
         return self.post_feedforward_layernorm(self.mlp(residual, batch)), residual
 
@@ -149,9 +141,7 @@ class SandwichLayer(DecoderLayer):
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = make(), make_of_output()
         self.enter = summing(self.input_layernorm, has_x=has_x)
 
-    def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
-    ) -> tuple[Tensor | None, Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         x = self.post_attention_layernorm(self.self_attn(self.enter(x, residual), batch, kv))
         x = self.pre_feedforward_layernorm.add(x, residual)
         return self.post_feedforward_layernorm(self.mlp(x, batch)), residual
@@ -164,9 +154,7 @@ class ParallelLayer(DecoderLayer):
         self.input_layernorm = make()
         self.enter = summing(self.input_layernorm, has_x=has_x)
 
-    def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
-    ) -> tuple[Tensor | None, Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         normed = self.enter(x, residual)
         attended = self.self_attn(normed, batch, kv)
         return _add(self.mlp(normed, batch), attended), residual
@@ -179,9 +167,7 @@ class ParallelTwoNormsLayer(DecoderLayer):
         self.input_layernorm, self.post_attention_layernorm = make(), make()
         self.enter = summing(self.input_layernorm, has_x=has_x)
 
-    def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
-    ) -> tuple[Tensor | None, Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         attended = self.self_attn(self.enter(x, residual), batch, kv)
         return _add(self.mlp(self.post_attention_layernorm(residual), batch), attended), residual
 

@@ -16,7 +16,7 @@ from quire.common.errors import UnsupportedModelError
 from quire.config.checkpoint.draft_heads import HeadConfig, HeadFormat
 from quire.config.model import ModelConfig
 from quire.models.base import CausalLM, Model
-from quire.models.decoder.layers import DecoderLayer, MakeNorm, PreNormLayer
+from quire.models.decoder.layers import DecoderLayer, MakeNorm, PreNormLayer, XAndResidual
 from quire.models.decoder.model import Decoder
 from quire.models.decoder.shapes import Arrangement, AttentionShape, DecoderShape, LayerShape
 from quire.models.decoder.watch import beside
@@ -167,9 +167,7 @@ class TokenAndStateLayer(PreNormLayer):
         super()._make_norms(make, make_of_output, has_x)
         self.hidden_norm = make()
 
-    def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
-    ) -> tuple[Tensor | None, Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         assert x is not None
         state = self.hidden_norm(residual)
         x = self.self_attn(beside(self.input_layernorm(x), state), batch, kv)
