@@ -135,15 +135,8 @@ class ShapesBackend(ReferenceBackend):
     ) -> None:
         self.empty((self._host.quantized_work_bytes(weight, len(x)),), torch.uint8)
 
-    def pack_lora(
-        self,
-        factors: Sequence[tuple[Tensor, Tensor] | None],
-        sizes: tuple[int, ...],
-        k: int,
-        dtype: torch.dtype,
-        memory: Tensor | None,
-    ) -> LoRAWeight:
-        return self._host.pack_lora(factors, sizes, k, dtype, memory)
+    def pack_lora(self, *arguments: Any, **named: Any) -> LoRAWeight:
+        return self._host.pack_lora(*arguments, **named)
 
     def add_lora(self, x: Tensor, out: Tensor, adapters: LoRATable, slots: Tensor) -> None:
         self.empty((adapters.work_bytes(len(x)),), torch.uint8)
