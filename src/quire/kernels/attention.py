@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
-from quire.kernels.checks import DTYPES, KERNEL_ERRORS, refusal
+from quire.kernels.checks import DTYPES, KERNEL_ERRORS, is_whole, refusal
 from quire.kernels.kv_cache import cache_is_valid
 from quire.kernels.variants import PLAIN, UNMASKED, AttentionVariant, DistanceTerms, EncoderVariant
 
@@ -176,12 +176,7 @@ def _query_matches(query: Tensor, v_cache: Tensor) -> bool:
 
 def _is_of_heads(backend: Backend, numbers: Tensor | None, num_heads: int) -> bool:
     """Whether these sinks or slopes are none, or one float32 for each query head."""
-    return numbers is None or (
-        numbers.dtype is torch.float32
-        and numbers.shape == (num_heads,)
-        and numbers.is_contiguous()
-        and backend.holds(numbers)
-    )
+    return numbers is None or is_whole(numbers, (num_heads,), torch.float32, backend.holds)
 
 
 def _lens_match(backend: Backend, query_start: Tensor, seq_lens: Tensor) -> bool:

@@ -1,5 +1,7 @@
 """The errors that kernels raise, and what all their wrappers check."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,11 @@ def is_count(value: object, least: int) -> bool:
 def is_cap(value: float) -> bool:
     """Whether float32 has all digits of a soft cap above 0, and room for its product with log2(e)."""
     return _FLOAT32.tiny <= value <= _FLOAT32.max / 2
+
+
+def is_whole(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, holds: Callable[[Tensor], bool]) -> bool:
+    """Whether it is contiguous, of this shape and dtype, and on the device of a backend (`Backend.holds`)."""
+    return tensor.shape == shape and tensor.dtype is dtype and tensor.is_contiguous() and holds(tensor)
 
 
 def is_place(out: Tensor, num_rows: int, width: int) -> bool:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
-from quire.kernels.checks import ACTIVATIONS, DTYPES, is_cap, is_place, refusal
+from quire.kernels.checks import ACTIVATIONS, DTYPES, is_cap, is_place, is_whole, refusal
 from quire.kernels.variants import XIELU, ActivationKind, ClampedSwiGLU
 
 
@@ -83,7 +83,7 @@ def head_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) 
         x.dim() != 3
         or x.dtype not in DTYPES
         or x.stride(2) != 1
-        or not all(each is None or _is_float32(backend, each, x.shape[1:]) for each in (weight, bias))
+        or not all(each is None or is_whole(each, x.shape[1:], torch.float32, backend.holds) for each in (weight, bias))
     ):
         raise refusal("head_layer_norm", _HEAD_LAYER_NORM_TAKES, x=x, weight=weight, bias=bias)
     return backend.head_layer_norm(x, weight, bias, eps)
@@ -159,12 +159,7 @@ def _are_weights(backend: Backend, weight: Tensor, bias: Tensor | None, width: i
 
 
 def _is_vector(backend: Backend, weight: Tensor, width: int) -> bool:
-    return _is_float32(backend, weight, (width,))
-
-
-def _is_float32(backend: Backend, weight: Tensor, shape: tuple[int, ...]) -> bool:
-    is_float32 = weight.dtype is torch.float32
-    return is_float32 and weight.shape == shape and weight.is_contiguous() and backend.holds(weight)
+    return is_whole(weight, (width,), torch.float32, backend.holds)
 
 
 def _are_rows(backend: Backend, shape: torch.Size, x: Tensor, residual: Tensor) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
-from quire.kernels.checks import DTYPES, KERNEL_ERRORS, POOLINGS, refusal
+from quire.kernels.checks import DTYPES, KERNEL_ERRORS, POOLINGS, is_whole, refusal
 from quire.kernels.weights import PackedWeight, QuantizedWeight
 
 
@@ -126,8 +126,7 @@ def _are_ids(backend: Backend, ids: Tensor | None, first: Tensor, table: Tensor)
 
 
 def _is_vector(backend: Backend, weight: Tensor, table: Tensor) -> bool:
-    is_float32 = weight.dtype is torch.float32
-    return is_float32 and weight.shape == table.shape[1:] and weight.is_contiguous() and backend.holds(weight)
+    return is_whole(weight, table.shape[1:], torch.float32, backend.holds)
 
 
 _EMBEDDING_NORM_TAKES = (

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
-from quire.kernels.checks import DTYPES, KERNEL_ERRORS, is_place, refusal
+from quire.kernels.checks import DTYPES, KERNEL_ERRORS, is_place, is_whole, refusal
 from quire.kernels.elementwise import takes_kind
 from quire.kernels.variants import Activated
 from quire.kernels.weights import HeadWeights, Matrix, PackedWeight, QuantizedWeight, StackedWeight
@@ -155,7 +155,7 @@ def _multiply(
 
 
 def _is_bias(backend: Backend, bias: Tensor, n: int) -> bool:
-    return bias.dtype is torch.float32 and bias.shape == (n,) and bias.is_contiguous() and backend.holds(bias)
+    return is_whole(bias, (n,), torch.float32, backend.holds)
 
 
 def _refusal(x: Tensor, packed: Matrix, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None) -> Exception:

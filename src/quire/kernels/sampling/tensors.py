@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from quire.kernels.checks import is_whole
+
 Holds = Callable[[Tensor], bool]
 """Whether a tensor is on the device of the logits."""
 
@@ -33,7 +35,7 @@ class TokenLists:
     def fits(self, holds: Holds) -> bool:
         """Whether shapes, strides, dtypes and devices are as stated."""
         starts, ids = (self.starts, (max(1, self.starts.numel()),)), (self.ids, (self.ids.numel(),))
-        return _is(*starts, torch.int64, holds) and _is(*ids, torch.int32, holds)
+        return is_whole(*starts, torch.int64, holds) and is_whole(*ids, torch.int32, holds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +85,13 @@ class LogitChanges:
     def fits(self, num_rows: int, vocab: int, holds: Holds) -> bool:
         """Whether shapes, strides, dtypes and devices are as stated."""
         return (
-            all(_is(t, (num_rows,), torch.int32, holds) for t in (self.mask_of, self.history_of))
-            and _is(self.masks, (self.masks.shape[0], -(-vocab // 32)), torch.int32, holds)
+            all(is_whole(t, (num_rows,), torch.int32, holds) for t in (self.mask_of, self.history_of))
+            and is_whole(self.masks, (self.masks.shape[0], -(-vocab // 32)), torch.int32, holds)
             and all(lists.fits(holds) for lists in (self.banned, self.biased, self.histories))
             and len(self.banned) == len(self.biased) == num_rows
-            and _is(self.bias, self.biased.ids.shape, torch.float32, holds)
-            and _is(self.num_prompt_tokens, (len(self.histories),), torch.int64, holds)
-            and _is(self.penalties, (num_rows, 3), torch.float32, holds)
+            and is_whole(self.bias, self.biased.ids.shape, torch.float32, holds)
+            and is_whole(self.num_prompt_tokens, (len(self.histories),), torch.int64, holds)
+            and is_whole(self.penalties, (num_rows, 3), torch.float32, holds)
         )
 
 
@@ -124,11 +126,10 @@ class SamplingTensors:
         """Whether shapes, strides, dtypes and devices are as stated."""
         rows = (num_rows,)
         return (
-            all(_is(t, rows, torch.float64, holds) for t in (self.temperature, self.top_p, self.min_p, self.uniform))
-            and _is(self.top_k, rows, torch.int64, holds)
+            all(
+                is_whole(t, rows, torch.float64, holds)
+                for t in (self.temperature, self.top_p, self.min_p, self.uniform)
+            )
+            and is_whole(self.top_k, rows, torch.int64, holds)
             and (self.changes is None or self.changes.fits(num_rows, vocab, holds))
         )
-
-
-def _is(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, holds: Holds) -> bool:
-    return tensor.shape == shape and tensor.dtype is dtype and tensor.is_contiguous() and holds(tensor)
