@@ -81,6 +81,8 @@ class Decoder(CausalLM):
     """The head_dim of a config without the key. None: hidden_size divided by the number of heads."""
     default_norm: ClassVar[NormShape] = NormShape(1e-6)
     """The norms over the hidden size, with the epsilon of a config without the key."""
+    default_activation: ClassVar[str] = "silu"
+    """Of the MLP, in a config without `hidden_act`."""
     arrangement: ClassVar[Arrangement] = Arrangement.PRE_NORM
     """Of all layers."""
 
@@ -199,7 +201,7 @@ class Decoder(CausalLM):
     @classmethod
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
         """Of layer number `layer`: here gated, without biases."""
-        return MLPShape(hf.size("intermediate_size"), activation_kind(hf, "hidden_act", "silu"))
+        return MLPShape(hf.size("intermediate_size"), activation_kind(hf, "hidden_act", cls.default_activation))
 
     @classmethod
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:

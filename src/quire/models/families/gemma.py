@@ -14,9 +14,7 @@ from quire.models.decoder.shapes import (
     AttentionShape,
     DecoderShape,
     HeadNormShape,
-    MLPShape,
 )
-from quire.models.layers.activation import activation_kind
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
 
@@ -31,6 +29,7 @@ class GemmaForCausalLM(Decoder):
     ties_by_default = True
     default_head_dim = 256
     default_norm = NormShape(1e-6, offset=1.0)
+    default_activation = "gelu_pytorch_tanh"
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
@@ -43,10 +42,6 @@ class GemmaForCausalLM(Decoder):
         shape, bias = super().attention_shape(hf, layer), hf.flag("attention_bias", False)
         is_causal = shape.is_causal and not hf.flag("use_bidirectional_attention", False)
         return replace(shape, qkv_bias=bias, o_bias=bias, is_causal=is_causal)
-
-    @classmethod
-    def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
-        return MLPShape(hf.size("intermediate_size"), activation_kind(hf, "hidden_act", "gelu_pytorch_tanh"))
 
 
 class Gemma2ForCausalLM(GemmaForCausalLM):

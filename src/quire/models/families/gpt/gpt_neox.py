@@ -6,7 +6,6 @@ from typing import ClassVar
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.model import Decoder
 from quire.models.decoder.shapes import Arrangement, AttentionShape, LayerShape, MLPShape, QKVLayout
-from quire.models.layers.activation import activation_kind
 from quire.models.layers.norm import NormShape
 
 
@@ -26,6 +25,7 @@ class GPTNeoXForCausalLM(Decoder):
     fused: ClassVar = {}
     ignored: ClassVar = (r"\.attention\.(bias|masked_bias)$", r"\.rotary_emb\.inv_freq$")
     default_norm = NormShape(1e-5, is_rms=False, has_bias=True)
+    default_activation = "gelu"
 
     @classmethod
     def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
@@ -40,5 +40,4 @@ class GPTNeoXForCausalLM(Decoder):
 
     @classmethod
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
-        activation = activation_kind(hf, "hidden_act", "gelu")
-        return MLPShape(hf.size("intermediate_size"), activation, is_gated=False, up_bias=True, down_bias=True)
+        return replace(super().mlp_shape(hf, layer), is_gated=False, up_bias=True, down_bias=True)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.shapes import AttentionShape, MLPShape
 from quire.models.families.llama import LlamaForCausalLM
-from quire.models.layers.activation import activation_kind
 from quire.models.layers.norm import NormShape
 
 
@@ -13,11 +12,11 @@ class NemotronForCausalLM(LlamaForCausalLM):
     """Squared rectifiers, a partial rotary embedding, and weights of norms that are stored less 1."""
 
     default_norm = NormShape(1e-5, is_rms=False, has_bias=True, offset=1.0)
+    default_activation = "relu2"
 
     @classmethod
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
-        activation = activation_kind(hf, "hidden_act", "relu2")
-        return replace(super().mlp_shape(hf, layer), activation=activation, is_gated=False)
+        return replace(super().mlp_shape(hf, layer), is_gated=False)
 
 
 class Jais2ForCausalLM(NemotronForCausalLM):

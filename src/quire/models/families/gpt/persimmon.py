@@ -5,9 +5,8 @@ from typing import ClassVar
 
 from quire.config.hf_config import HFConfig
 from quire.config.model import rope_config
-from quire.models.decoder.shapes import Arrangement, AttentionShape, HeadNormShape, LayerShape, MLPShape
+from quire.models.decoder.shapes import Arrangement, AttentionShape, HeadNormShape, LayerShape
 from quire.models.families.gpt.gpt_neox import GPTNeoXForCausalLM
-from quire.models.layers.activation import activation_kind
 from quire.models.layers.rotary import RopeShape
 
 
@@ -22,6 +21,7 @@ class PersimmonForCausalLM(GPTNeoXForCausalLM):
         (r"\.self_attn\.([qk])_layernorm\.", r".self_attn.\1_norm."),
         *GPTNeoXForCausalLM.renames[-2:],
     )
+    default_activation = "relu2"
 
     @classmethod
     def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
@@ -35,7 +35,3 @@ class PersimmonForCausalLM(GPTNeoXForCausalLM):
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
         return RopeShape.read(rope_config(HFConfig({"partial_rotary_factor": 0.5, **hf}, hf.source)), head_dim)
-
-    @classmethod
-    def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
-        return replace(super().mlp_shape(hf, layer), activation=activation_kind(hf, "hidden_act", "relu2"))
