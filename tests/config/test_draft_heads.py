@@ -339,8 +339,9 @@ SOME = {"lm_head.weight": (3, WIDTH), **FUSED3}
         (FUSED | {"lm_head.weight": (12, 7)}, {}, r"has lm_head.weight \[12, 7\] instead of \[12, 8\]: other tokens$"),
         (SOME | {"d2t": torch.arange(4)}, {}, r"has lm_head.weight \[3, 8\] instead of \[4, 8\]: other tokens$"),
         (FUSED3 | {"d2t": torch.arange(3)}, {}, "drafts 3 tokens, but has no lm_head.weight$"),
-        (SOME | {"d2t": torch.zeros(3)}, {}, r"has d2t float32 \[3\] instead of a list of int64$"),
-        (SOME | {"d2t": torch.zeros(3, 1).long()}, {}, r"has d2t int64 \[3, 1\] instead of a list of int64$"),
+        (SOME | {"d2t": torch.zeros(3)}, {}, r"has d2t float32 \[3\] instead of a non-empty list of int64$"),
+        (SOME | {"d2t": torch.zeros(0).long()}, {}, r"has d2t int64 \[0\] instead of a non-empty list of int64$"),
+        (SOME | {"d2t": torch.zeros(3, 1).long()}, {}, r"has d2t int64 \[3, 1\] instead of a non-empty list of int64$"),
         (SOME | {"d2t": torch.tensor([0, 0, 10])}, {}, "has d2t for the token 12, but the model has 12 tokens$"),
         (SOME | {"d2t": torch.tensor([-1, 0, 0])}, {}, "has d2t for the token -1, but the model has 12 tokens$"),
         (FUSED | {"layers.99999.a": (1,)}, {}, "has a layer '99999', but not all from 0 on before it$"),
@@ -348,7 +349,7 @@ SOME = {"lm_head.weight": (3, WIDTH), **FUSED3}
         (FUSED | {"layers.00.a": (1,)}, {}, "has a layer '00', but not all from 0 on before it$"),
         (SOME | {"d2t": torch.tensor([1, 0, 0])}, {}, "has a d2t that gives two of its tokens the same token of the"),
     ],
-    ids=range(15),
+    ids=range(16),
 )
 def test_heads_that_do_not_fit_the_model(
     shapes: dict[str, Any], values: dict[str, Any], message: str, tmp_path: Path, target: ModelConfig

@@ -6,6 +6,7 @@
 import pytest
 
 from quire import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
+from quire.common.faults import Fault, inject
 from quire.common.outputs import RequestMetrics
 from quire.engine.process.messages import Progress
 from quire.engine.requests.sequence import SequenceGroup
@@ -115,6 +116,23 @@ def test_a_failed_step_with_drafts_is_tried_again_and_changes_nothing() -> None:
     llm.engine.executor.execute = failing
     assert repeated(llm, "b") == expected
     assert failed
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_row_that_fails_behind_drafts_costs_no_token_before_it(stops: bool) -> None:
+    """As without drafts, where the row behind a stop token is not drawn."""
+    prompt, found = {"prompt_token_ids": [5, 6, 7, 8]}, []
+    for config in ({"method": "off"}, {"method": "prediction", "adaptive": False}):
+        llm = LLM(max_model_len=64, num_gpu_blocks_override=20, speculative_config=config)
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias={1: -1.0})
+        expected = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+        params.prediction = tuple(expected)
+        params.stop_token_ids = [expected[3]] if stops else []
+        with inject(Fault("sampler.row", after=4)):
+            output = llm.generate(prompt, params, use_tqdm=False)[0]
+        llm.engine.requests.check_integrity()
+        found.append((list(output.outputs[0].token_ids), output.outputs[0].finish_reason, output.error is None))
+    assert found[0] == found[1] == (list(expected[:4]), "stop" if stops else "abort", stops)
 
 
 @pytest.mark.parametrize("params", [{"logits_processors": [lambda tokens, logits: logits]}, {"beams": True}])

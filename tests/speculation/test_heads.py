@@ -213,7 +213,7 @@ WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
     "d2t twice": (lambda folder: eagle3_without(folder, d2t=-torch.arange(500)), "two of its tokens the same token"),
     "d2t of another dtype": (
         lambda folder: eagle3_without(folder, d2t=torch.zeros(500)),
-        r"d2t float32 \[500\] instead of a list of int64",
+        r"d2t float32 \[500\] instead of a non-empty list of int64",
     ),
     "no d2t": (lambda folder: eagle3_without(folder, "d2t"), r"lm_head.weight \[500, 256\] instead of \[8192, 256\]"),
     "no lm_head": (lambda folder: eagle3_without(folder, "lm_head.weight"), "drafts 500 tokens, but has no lm_head"),

@@ -99,6 +99,15 @@ def test_a_head_that_fails_costs_its_drafts_and_drafts_again_for_others(tmp_path
     assert stats.num_tokens > middle + 12
 
 
+def test_failures_are_counted_and_the_first_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    llm = LLM(speculative_config={"model": "quire-draft", "adaptive": False}, **SETTINGS)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with inject(Fault("draft.model", times=None)):
+        llm.generate({"prompt_token_ids": numbers(1, 20)}, params)
+    assert llm.engine.scheduler.drafting.num_errors["model"] >= 12
+    assert [record.message for record in caplog.records].count("the draft model failed: this step makes no drafts") == 1
+
+
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_heads_draft_the_same_after_preemptions(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a head keeps of tokens goes where the tokens' blocks go."""

@@ -287,6 +287,8 @@ class StepResult(msgspec.Struct, frozen=True):
     """By the index in the batch of each sequence that a draft model has read, what it drafted."""
     drafting_s: float = 0.0
     """The seconds that the draft model took."""
+    has_lost_drafts: bool = False
+    """Whether the draft model failed, which costs this step's drafts alone."""
 
     @property
     def num_passes(self) -> int:

@@ -108,14 +108,16 @@ class DraftRunner:
         sequence."""
         self._passes, self._vocab_sizes, self._max_len = passes, vocab_sizes, max_len
         self._sampler = Sampler(backend)
+        self._has_failed = False
         self.announce: Announce | None = None
         self.when_failed: Callable[[], object] | None = None
         """Called after a failure: other ranks may still be in the pass that was announced."""
 
     @torch.inference_mode()
     def run(self, sequences: Sequence[ScheduledSequence], result: StepResult) -> StepResult:
-        """The result of the model's step, and the drafts behind it. A failure costs the drafts alone."""
-        start_s = time.monotonic()
+        """The result of the model's step, and the drafts behind it. A failure costs the drafts alone, and is logged if
+        it is the first."""
+        start_s, has_lost_drafts = time.monotonic(), False
         readings = list[Reading]()
         try:
             fault_point("draft.model")
@@ -123,12 +125,15 @@ class DraftRunner:
             while going_on:
                 going_on = self._pass(going_on)
         except Exception:
-            logger.exception("the draft model failed: this step makes no drafts")
+            if not self._has_failed:
+                logger.exception("the draft model failed: this step makes no drafts")
+            self._has_failed = has_lost_drafts = True
             readings = []
             if self.when_failed is not None:
                 self.when_failed()
         drafted = {r.place: Drafted(tuple(r.token_ids), tuple(r.odds)) for r in readings}
-        return replace(result, drafted=drafted, drafting_s=time.monotonic() - start_s)
+        drafting_s = time.monotonic() - start_s
+        return replace(result, drafted=drafted, drafting_s=drafting_s, has_lost_drafts=has_lost_drafts)
 
     def _readings(self, sequences: Sequence[ScheduledSequence], result: StepResult) -> list[Reading]:
         counts = [0 if s.drawn is None else len(s.drawn.draws) * s.drawn.num_rows for s in sequences]

@@ -349,8 +349,8 @@ def _targets(checkpoint: Checkpoint, where: str, vocab_size: int) -> tuple[int, 
     info = checkpoint.tensors.get(_TARGETS)
     if info is None:
         return None
-    if info.dtype != "int64" or len(info.shape) != 1:
-        raise CheckpointError(f"{where} has d2t {info.dtype} {list(info.shape)} instead of a list of int64")
+    if info.dtype != "int64" or len(info.shape) != 1 or info.shape == (0,):
+        raise CheckpointError(f"{where} has d2t {info.dtype} {list(info.shape)} instead of a non-empty list of int64")
     with checkpoint.reading(_TARGETS) as data:
         targets = tuple([token_id + offset for token_id, offset in enumerate(data.cast("B").cast("q"))])
     if wrong := [token_id for token_id in targets if not 0 <= token_id < vocab_size]:

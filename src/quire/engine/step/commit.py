@@ -1,7 +1,7 @@
 """What a step's result changes: the one place where requests advance and finish."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from quire.common.batch import Batch, StepResult, accepted_drafts
 from quire.common.errors import failure
@@ -9,6 +9,7 @@ from quire.common.faults import fault_point
 from quire.common.log import logger
 from quire.config.speculative import PREDICTION
 from quire.engine.drafting.drafting import Drafting
+from quire.engine.drafting.model_drafts import ModelDrafts
 from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.engine.scheduling.unfinished import UnfinishedRequests
 from quire.engine.step.advance_beams import advance_beams
@@ -53,6 +54,8 @@ class Committer:
         find_owner, publish, policy = self.requests.owners.get, self.requests.blocks.publish, self.requests.policy
         counts_tokens = policy.counts_tokens
         changed: list[SequenceGroup] = []
+        if result.has_lost_drafts and self.drafting is not None:
+            self.drafting.num_errors[ModelDrafts.name] += 1
         first = 0  # index of the sequence's first drawn token in the result
         for place, scheduled in enumerate(batch.sequences):
             drawn, num_drawn = scheduled.drawn, 0
@@ -118,16 +121,16 @@ class Committer:
             return True
         if not seq.output.token_ids:
             self._fork_samples(group, seq)
-        if result.errors and any(draw in result.errors for draw in draws):
-            reason = next(result.errors[draw] for draw in draws if draw in result.errors)
-            self._fail(group, f"request {group.request_id!r}: {reason}")
-        elif group.search is not None:
+        are_samples = len(draws) > 1 and seq.num_computed_tokens == seq.num_prompt_tokens
+        if result.errors and self._has_failed(group, result, draws if are_samples else draws[:1]):
+            return True
+        if group.search is not None:
             seq.beam_candidates = result.logprobs[draws[0]]
             self.num_generated_tokens += 1
             advance_beams(self.requests, group)
             if group.is_finished:
                 group.metrics.finished_time = self.clock()
-        elif len(draws) > 1 and seq.num_computed_tokens == seq.num_prompt_tokens:
+        elif are_samples:
             for sample, draw in zip(group.seqs, draws, strict=True):
                 self._append(group, sample, result, draw)
         else:
@@ -137,10 +140,17 @@ class Committer:
                 seq.output.accepted_drafts += range(place, seq.num_output_tokens)
                 if seq.drafting is not None and seq.drafting.drafter == PREDICTION:
                     seq.output.predicted_drafts += range(place, seq.num_output_tokens)
-                if seq.status.is_finished:
+                if seq.status.is_finished or (result.errors and self._has_failed(group, result, [draw + 1])):
                     return True
             self._append(group, seq, result, draws[-1])
         return True
+
+    def _has_failed(self, group: SequenceGroup, result: StepResult, draws: Collection[int]) -> bool:
+        """Whether one of these draws has failed, which ends the request."""
+        reason = next((result.errors[draw] for draw in draws if draw in result.errors), None)
+        if reason is not None:
+            self._fail(group, f"request {group.request_id!r}: {reason}")
+        return reason is not None
 
     def _fork_samples(self, group: SequenceGroup, seq: Sequence) -> None:
         """The prompt is computed: from here on each sample is a sequence of its own."""

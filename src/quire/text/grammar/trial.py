@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -172,10 +173,11 @@ def serve() -> None:
 
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=TrialSettings)
     tokenizer = LLTokenizer(TokenizerWrapper(_ByteTokenizer(settings)))
-    for line in sys.stdin.buffer:
-        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + settings.limit_s))  # SIGXCPU ends the process
-        sys.stdout.buffer.write(msgspec.json.encode(_try(tokenizer, line)) + b"\n")
-        sys.stdout.buffer.flush()
+    with suppress(BrokenPipeError):  # the engine has been killed
+        for line in sys.stdin.buffer:
+            _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + settings.limit_s))  # SIGXCPU ends the process
+            sys.stdout.buffer.write(msgspec.json.encode(_try(tokenizer, line)) + b"\n")
+            sys.stdout.buffer.flush()
 
 
 def _limit(kind: int, value: int) -> None:
