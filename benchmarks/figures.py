@@ -217,7 +217,7 @@ def kernels(run: Run) -> Iterator[Row]:
 def isas(run: Run) -> Iterator[Row]:
     """Measure matrix products of the variants for other CPUs, each against the limit of its own instructions."""
     for isa in ("avx512", "avx2", "portable"):
-        arguments = ("kernels", "--seconds", 0.1 if run.quick else 0.5, "--rows", 1, 8, 128)
+        arguments = ("kernels", "--seconds", 0.1 if run.quick else 0.5, "--rows", 1, 8, 32, 128)
         yield from (row for row in _bench(*arguments, QUIRE_ISA=isa) if row["kernel"] == "matmul")
 
 

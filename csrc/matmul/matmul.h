@@ -35,12 +35,22 @@ constexpr int64_t kScratchBytes = kTileScratchBytes > kAmxScratchBytes ? kTileSc
 constexpr int64_t kScratchBytes = kTileScratchBytes;
 #endif
 
-QUIRE_INLINE bool is_shared(int64_t rows) { return rows > kTileRows && rows <= kSharedRows; }
-
 // The next of blocks of rows that cover `left`: whole tiles, but the last ones even where less than half would be left.
+// With AVX2 none of four rows, whose eight sums each wait for their last multiply-add: two, three, five and six rows
+// have up to twelve.
 QUIRE_INLINE int64_t next_rows(int64_t left) {
+#if defined(QUIRE_SIMD_AVX2)
+  const int64_t rest = left % kTileRows;
+  if (left == 4) return 2;
+  return left > kTileRows && (rest == 1 || rest == 2 || rest == 4) ? 5 : smaller(left, kTileRows);
+#else
   return left % kTileRows > kTileRows / 2 ? smaller(kTileRows, left) : ceil_div(left, ceil_div(left, kTileRows));
+#endif
 }
+QUIRE_INLINE bool has_blocks(int64_t rows) { return rows > 0 && next_rows(rows) < rows; }
+
+// Whether panels pass through all blocks of rows while they are near.
+QUIRE_INLINE bool is_shared(int64_t rows) { return rows <= kSharedRows && has_blocks(rows); }
 
 // What the inner loop reads x as: pairs where the ISA multiplies pairs, else float32.
 #if defined(QUIRE_MULTIPLIES_PAIRS)
@@ -72,7 +82,30 @@ QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const RowAddresses<R>& x, cons
   }
 }
 
-#if !defined(QUIRE_MULTIPLIES_PAIRS)
+#if defined(QUIRE_SIMD_AVX2)
+// The earlier elements of all pairs first, and two vectors of columns at a time: so few registers hold weights that
+// twelve sums stay in the others. Without the barriers GCC would load more at once.
+template <int R, int G>
+QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const RowAddresses<R>& x, const char* const (&panels)[G],
+                                int64_t offset, const bf16*) {
+  QUIRE_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    QUIRE_UNROLL
+    for (int g = 0; g < G; g += 2) {
+      const pairs w = load_lanes(panels[g] + offset), w_next = load_lanes(panels[g + 1] + offset);
+      const f32 here = i == 0 ? lower(w) : upper(w), next = i == 0 ? lower(w_next) : upper(w_next);
+      QUIRE_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const f32 value = set1(reinterpret_cast<const float*>(x[r])[i]);
+        acc[r][g] = fma(value, here, acc[r][g]);
+        acc[r][g + 1] = fma(value, next, acc[r][g + 1]);
+        asm("" : "+x"(acc[r][g]), "+x"(acc[r][g + 1]));
+      }
+      keep_order();
+    }
+  }
+}
+#elif !defined(QUIRE_MULTIPLIES_PAIRS)
 template <int R, int G>
 QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const RowAddresses<R>& x, const char* const (&panels)[G],
                                 int64_t offset, const bf16*) {
@@ -236,7 +269,7 @@ template <typename T>
 static void run_task(const MatmulArgs& args, const ProductTask& task, char* scratch) {
   const int64_t k = args.weight.k, units = ceil_div(k, kPerUnit<T>), most_rows = smaller(task.rows, kTileRows);
   int64_t block_units = kStageBytes / (kPerUnit<T> * int64_t(sizeof(Staged<T>)) * most_rows);
-  if (task.rows > kTileRows) block_units = smaller(block_units, kBlockUnits);
+  if (has_blocks(task.rows)) block_units = smaller(block_units, kBlockUnits);
   const int64_t group_panels = is_shared(task.rows) ? kSharedPanels : task.panels;
   // With a single block of k, all parts use the same place, one after the other.
   const bool is_parked = units > block_units, in_place = is_read_in_place<T>(args);

@@ -34,6 +34,8 @@ constexpr TileShape kTileShape = {12, 2, 8};
 constexpr TileShape kTileShape = {6, 4, 4};
 #elif defined(QUIRE_SIMD_NEON)
 constexpr TileShape kTileShape = {5, 4, 8};
+#elif defined(QUIRE_SIMD_AVX2)
+constexpr TileShape kTileShape = {6, 2, 4};
 #else
 constexpr TileShape kTileShape = {4, 2, 4};
 #endif
