@@ -251,14 +251,14 @@ export class EngineView {
 
   #renderLatency(now) {
     const ends = this.history.ends.filter((end) => end.time <= now);
-    for (const [id, name, what] of [["ttft", "ttft", "Time to first token"], ["itl", "itl", "Time between tokens"]]) {
+    for (const [name, what, least] of [["ttft", "Time to first token", "first"], ["itl", "Time between tokens", "second"]]) {
       const values = ends.map((end) => end[name]).filter((value) => value > 0);
       const own = this.own[name];
-      histogram(byId(id), values, own);
+      histogram(byId(name), values, own);
       const ofAll = values.length
         ? `median ${duration(quantile(values, 0.5))}, 95 % within ${duration(quantile(values, 0.95))}, ${plural(values.length, "request")}`
-        : `no request ${ends.length ? "had a second token" : "has finished yet"}`;
-      setText(byId(`${id}-note`), `${what}: ${ofAll}${own > 0 ? `; the playground's last answer (vertical line): ${duration(own)}` : ""}`);
+        : `no request ${ends.length ? `had a ${least} token` : "has finished yet"}`;
+      setText(byId(`${name}-note`), `${what}: ${ofAll}${own > 0 ? `; the playground's last answer (vertical line): ${duration(own)}` : ""}`);
     }
   }
 
