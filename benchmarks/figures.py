@@ -22,6 +22,7 @@ from benchmarks.engines.session import Session
 from benchmarks.fleet import fleet
 from benchmarks.scaling import scaling
 from benchmarks.speculation import beside_others, twin
+from quire._native import available_isas
 from quire.cli.bench.limits import Limits, WeightCosts
 
 _BITS = {"bfloat16": 16, "int8": 8, "int4": 4}
@@ -215,8 +216,8 @@ def kernels(run: Run) -> Iterator[Row]:
 
 
 def isas(run: Run) -> Iterator[Row]:
-    """Measure matrix products of the variants for other CPUs, each against the limit of its own instructions."""
-    for isa in ("avx512", "avx2", "portable"):
+    """Measure matrix products of all variants but this CPU's own, each against the limit of its own instructions."""
+    for isa in available_isas()[1:]:
         arguments = ("kernels", "--seconds", 0.1 if run.quick else 0.5, "--rows", 1, 8, 32, 128)
         yield from (row for row in _bench(*arguments, QUIRE_ISA=isa) if row["kernel"] == "matmul")
 

@@ -49,8 +49,12 @@ QUIRE_INLINE int64_t next_rows(int64_t left) {
 }
 QUIRE_INLINE bool has_blocks(int64_t rows) { return rows > 0 && next_rows(rows) < rows; }
 
-// Whether panels pass through all blocks of rows while they are near.
-QUIRE_INLINE bool is_shared(int64_t rows) { return rows <= kSharedRows && has_blocks(rows); }
+// Whether panels pass through all blocks of rows while they are near; with AVX2 also through one block of rows that
+// takes several passes.
+QUIRE_INLINE bool is_shared(int64_t rows) {
+  const bool has_passes = W == 8 && kTileShape.width(int(rows)) < kVectorsPerPanel;
+  return rows <= kSharedRows && (has_passes || has_blocks(rows));
+}
 
 // What the inner loop reads x as: pairs where the ISA multiplies pairs, else float32.
 #if defined(QUIRE_MULTIPLIES_PAIRS)

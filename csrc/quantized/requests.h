@@ -39,8 +39,9 @@ static bool asks_in_line(const PanelReader& reader, int64_t rows) {
 static bool shares_requests(const PanelReader& reader, const QuantizedRow& layout, int64_t rows) {
   const TileShape& shape = shape_of(layout);
   const int64_t blocks = ceil_div(rows, shape.rows);
-  if (asks_in_line(reader, rows)) return blocks > 1 || shape.width(int(rows)) < kVectorsPerPanel;
-  if (blocks == 1 || !is_read_as_stored(reader, rows)) return false;
+  const bool is_one_pass = blocks == 1 && shape.width(int(rows)) == kVectorsPerPanel;
+  if (asks_in_line(reader, rows)) return !is_one_pass;
+  if (is_one_pass || !is_read_as_stored(reader, rows)) return false;
   if (kAsksNear) return blocks <= (has_large_nearest_cache() ? kSharingBlocks : kFewSharingBlocks);
   return layout.group > QuantizedShape::kBlock && layout.group * kPanelColumns <= kMostShared;
 }

@@ -27,6 +27,9 @@ extern const KernelTable table;
 namespace avx512_bf16 {
 extern const KernelTable table;
 }
+namespace avx512_vnni {
+extern const KernelTable table;
+}
 namespace avx512 {
 extern const KernelTable table;
 }
@@ -107,24 +110,26 @@ struct Variant {
 };
 
 struct Variants {
-  static constexpr int kCount = 6;
+  static constexpr int kCount = 7;
   Variant best_first[kCount] = {};
   const KernelTable* active = nullptr;
 
   Variants() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool has_avx2 =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    const bool has_avx512_bf16 =
-        has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    const bool has_avx512_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
+    const bool has_avx512_bf16 = has_avx512_vnni && __builtin_cpu_supports("avx512bf16");
     best_first[0] = {&amx::table, has_avx512_bf16 && can_use_amx()};
 #if !defined(QUIRE_EMULATE_AMX)
     best_first[1] = {&avx512_bf16::table, has_avx512_bf16};
-    best_first[2] = {&avx512::table, has_avx512};
-    best_first[3] = {&avx_vnni::table, has_avx2 && __builtin_cpu_supports("avxvnni")};
-    best_first[4] = {&avx2::table, has_avx2};
+    best_first[2] = {&avx512_vnni::table, has_avx512_vnni};
+    best_first[3] = {&avx512::table, has_avx512};
+    best_first[4] = {&avx_vnni::table, has_avx2 && __builtin_cpu_supports("avxvnni")};
+    best_first[5] = {&avx2::table, has_avx2};
 #endif
 #elif defined(__aarch64__)
     const ArmFeatures features;
@@ -132,7 +137,7 @@ struct Variants {
     best_first[1] = {&neon_dot::table, features.has_dot};
     best_first[2] = {&neon::table, true};
 #endif
-    best_first[5] = {&portable::table, true};
+    best_first[6] = {&portable::table, true};
     for (const Variant& variant : best_first) {
       if (variant.supported && active == nullptr) active = variant.table;
     }

@@ -75,12 +75,9 @@ struct GroupedTile {
         if (kHasUpper && R <= 4) ask_for(Ask::kNearest, soon, lines);
       }
       const int at = kBits == 8 || kGroup == 16 ? step : step / 2 + step % 2 * 4;
-      i32 bytes[G];
-      QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) {
-        bytes[g] = unpack<kHalf>(group.block + g * W * kUnitBytes, step, upper[g], table);
-      }
-      add_quads<ByteSums>(acc, bytes, x, at * kUnitBytes);
+      add_quads<ByteSums>(acc, x, at * kUnitBytes, [&](int g) __attribute__((always_inline)) {
+        return unpack<kHalf>(group.block + g * W * kUnitBytes, step, upper[g], table);
+      });
     }
     for (int64_t line = kLines; kFirst + N == R && line < group.lines; ++line) {
       ask_for(group.ask, group.ahead + line * 64);
@@ -193,10 +190,9 @@ struct GroupedTile {
         for (int64_t i = 0; step < kAskingSteps && i < num_lines && line < last; ++i, line += 64) {
           ask_for(Ask::kNext, line);
         }
-        i32 bytes[G];
-        QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) bytes[g] = unpack(block + g * W * kUnitBytes, half, step, table);
-        add_quads<Sums>(acc, bytes, x, at * kUnitBytes);
+        add_quads<Sums>(acc, x, at * kUnitBytes, [&](int g) __attribute__((always_inline)) {
+          return unpack(block + g * W * kUnitBytes, half, step, table);
+        });
       }
       f32 scale[G];
       QUIRE_UNROLL

@@ -6,6 +6,7 @@
 
 #include "isa/rows.h"
 #include "isa/simd.h"
+#include "matmul/tiles/tile.h"
 
 namespace quire::QUIRE_ISA {
 
@@ -147,12 +148,12 @@ template <int, bool>
 using SumsOf = ByteSums;
 #endif
 
-// acc[r][g] += these parts of the products of G lanes of weights and four values of R rows of x, from `at` on.
-template <typename Sums, int... kParts, int R, int G>
-QUIRE_INLINE void add_parts(i32 (&acc)[R][G], const i32 (&bytes)[G], const RowAddresses<R>& x, int64_t at) {
-  i32 w[G][sizeof...(kParts)];
+// acc[r][kFirst + g] += these parts of the products of N lanes of weights and four values of R rows of x, from `at` on.
+template <typename Sums, int kFirst, int... kParts, int R, int G, int N>
+QUIRE_INLINE void add_parts(i32 (&acc)[R][G], const i32 (&bytes)[N], const RowAddresses<R>& x, int64_t at) {
+  i32 w[N][sizeof...(kParts)];
   QUIRE_UNROLL
-  for (int g = 0; g < G; ++g) {
+  for (int g = 0; g < N; ++g) {
     int part = 0;
     ((w[g][part++] = Sums::template weights<kParts>(bytes[g])), ...);
   }
@@ -161,21 +162,35 @@ QUIRE_INLINE void add_parts(i32 (&acc)[R][G], const i32 (&bytes)[G], const RowAd
     const auto* four = reinterpret_cast<const typename Sums::Value*>(x[r]) + at;
     const i32 values[] = {Sums::template values<kParts>(four)...};
     QUIRE_UNROLL
-    for (int g = 0; g < G; ++g) {
+    for (int g = 0; g < N; ++g) {
       QUIRE_UNROLL
       for (int part = 0; part < int(sizeof...(kParts)); ++part) {
-        acc[r][g] = Sums::add(acc[r][g], w[g][part], values[part]);
+        acc[r][kFirst + g] = Sums::add(acc[r][kFirst + g], w[g][part], values[part]);
       }
     }
   }
 }
 
-// All parts: with AVX2, which has few registers, one for all rows before the next.
-template <typename Sums, int R, int G>
-QUIRE_INLINE void add_quads(i32 (&acc)[R][G], const i32 (&bytes)[G], const RowAddresses<R>& x, int64_t at) {
-  if constexpr (Sums::kParts > 1 && W != 8) return add_parts<Sums, 0, 1>(acc, bytes, x, at);
-  add_parts<Sums, 0>(acc, bytes, x, at);
-  if constexpr (Sums::kParts > 1 && W == 8) add_parts<Sums, 1>(acc, bytes, x, at);
+// All parts, of weights whose bytes are load(g): with AVX2, which has few registers, one part for all rows before the
+// next, and of many sums those of two vectors of columns at a time.
+template <typename Sums, int kFirst = 0, int R, int G, typename Load>
+QUIRE_INLINE void add_quads(i32 (&acc)[R][G], const RowAddresses<R>& x, int64_t at, const Load& load) {
+  constexpr int N = W == 8 && R * G > 8 ? 2 : G;
+  i32 bytes[N];
+  QUIRE_UNROLL
+  for (int g = 0; g < N; ++g) bytes[g] = load(kFirst + g);
+  if constexpr (Sums::kParts == 1) {
+    add_parts<Sums, kFirst, 0>(acc, bytes, x, at);
+  } else if constexpr (W == 8) {
+    add_parts<Sums, kFirst, 0>(acc, bytes, x, at);
+    add_parts<Sums, kFirst, 1>(acc, bytes, x, at);
+  } else {
+    add_parts<Sums, kFirst, 0, 1>(acc, bytes, x, at);
+  }
+  if constexpr (kFirst + N < G) {
+    keep_order();
+    add_quads<Sums, kFirst + N>(acc, x, at, load);
+  }
 }
 
 // W values of x, which follow each other, in the order of fours that `Value` has (PairSums).

@@ -1,7 +1,6 @@
 // Tiles of a product on quantized weights: rows of quantized x times a piece of a panel (quantized/matmul.h).
 #pragma once
 
-#include "matmul/tiles/tile.h"
 #include "quantized/tiles/quads.h"
 #include "quantized/tiles/unpack.h"
 
@@ -134,13 +133,10 @@ struct QuantizedTile {
 
   template <int R, int G>
   QUIRE_INLINE void multiply(i32 (&acc)[R][G], const char* units, const RowAddresses<R>& x, int64_t at, int shift) {
-    i32 bytes[G];
-    QUIRE_UNROLL
-    for (int g = 0; g < G; ++g) {
-      bytes[g] = load_lanes(units + g * W * kUnitBytes);
-      if (kHalves) bytes[g] = (bytes[g] >> shift) & 0x0f0f0f0f;
-    }
-    add_quads<ByteSums>(acc, bytes, x, at);
+    add_quads<ByteSums>(acc, x, at, [&](int g) __attribute__((always_inline)) {
+      const i32 bytes = load_lanes(units + g * W * kUnitBytes);
+      return kHalves ? (bytes >> shift) & 0x0f0f0f0f : bytes;
+    });
   }
 
   // sums += the products of R quantized rows and G vectors of columns, from `column` on; sums' rows are 32 apart. Those

@@ -36,6 +36,11 @@ constexpr bool kHasHalves = true;
 QUIRE_INLINE f32 load_halves(const char* p) {
   return (f32)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
+#elif defined(QUIRE_SIMD_AVX2)
+constexpr bool kHasHalves = true;
+QUIRE_INLINE f32 load_halves(const char* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 #elif defined(QUIRE_SIMD_NEON)
 constexpr bool kHasHalves = true;
 QUIRE_INLINE f32 load_halves(const char* p) {
@@ -182,7 +187,8 @@ struct PanelReader {
     const bool is_half = kHasHalves && format.scale == Number::kHalf;
     const bool is_read = is_half || (format.scale == Number::kBFloat && (kHasHalves || format.min == Number::kNone));
     const bool is_even = (groups_per_number & (groups_per_number - 1)) == 0 && (kHasHalves || groups_per_number == 1);
-    if (!is_read || !is_even || (reads_mins && format.min == Number::kZeroPoint)) return {};
+    const bool is_cheap = W != 8 || !format.has_steps;  // small tiles would make the same scale too often
+    if (!is_read || !is_even || !is_cheap || (reads_mins && format.min == Number::kZeroPoint)) return {};
     return {panel, format.has_steps ? panel + steps_at : nullptr, is_half,
             __builtin_ctzll(uint64_t(groups_per_number))};
   }

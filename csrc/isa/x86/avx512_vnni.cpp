@@ -1,0 +1,3 @@
+#define QUIRE_ISA avx512_vnni
+#define QUIRE_SIMD_AVX512
+#include "isa/make_table.h"
