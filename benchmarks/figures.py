@@ -1,5 +1,6 @@
 """What is measured: each figure yields rows, which are JSON objects."""
 
+import importlib
 import json
 import os
 import platform
@@ -22,7 +23,6 @@ from benchmarks.engines.session import Session
 from benchmarks.fleet import fleet
 from benchmarks.scaling import scaling
 from benchmarks.speculation import beside_others, twin
-from quire._native import available_isas
 from quire.cli.bench.limits import Limits, WeightCosts
 
 _BITS = {"bfloat16": 16, "int8": 8, "int4": 4}
@@ -217,7 +217,7 @@ def kernels(run: Run) -> Iterator[Row]:
 
 def isas(run: Run) -> Iterator[Row]:
     """Measure matrix products of all variants but this CPU's own, each against the limit of its own instructions."""
-    for isa in available_isas()[1:]:
+    for isa in importlib.import_module("quire._native").available_isas()[1:]:
         arguments = ("kernels", "--seconds", 0.1 if run.quick else 0.5, "--rows", 1, 8, 32, 128)
         yield from (row for row in _bench(*arguments, QUIRE_ISA=isa) if row["kernel"] == "matmul")
 

@@ -1,4 +1,4 @@
-"""Variants with VNNI differ from those without it in products of bytes alone, which are exact: all bits are the same."""
+"""Variants with VNNI differ from those without it in products of bytes alone, which are exact: all bits are equal."""
 
 import pytest
 import torch
