@@ -158,6 +158,11 @@ QUIRE_INLINE void store_two(T* p, f32 first, f32 second) {
     _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(second, first));
     return;
   }
+#elif defined(QUIRE_SIMD_AVX2)
+  if constexpr (sizeof(T) == sizeof(bf16)) {
+    _mm256_storeu_si256((__m256i*)p, narrow_two(first, second));
+    return;
+  }
 #endif
   store(p, first);
   store(p + W, second);

@@ -39,6 +39,28 @@ def test_products_are_the_references_for_any_number_of_rows(isa, dtype, n, k):
                     assert_close("matmul", actual, expected.to(out_dtype))
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_single_products_are_rounded_to_nearest_even_beside_nan_and_infinity(isa):
+    x = (randn(40, 1, seed=1) * 2.0 ** torch.randint(-30, 120, (40, 1))).bfloat16()
+    weight = randn(200, 1, seed=2).bfloat16()  # a product has 16 bits: half of them are ties or above
+    weight[7], weight[70], weight[71], weight[130] = torch.nan, torch.inf, -torch.inf, 2.0**60
+    with using(isa):
+        actual = kernels.matmul(x, kernels.pack_weight(weight))
+    expected = (x.float() * weight.float().T).bfloat16()
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_nan_of_all_bits_is_rounded_to_a_nan(isa):
+    x = torch.ones(3, 2)
+    x[1] = torch.tensor([0x7FFFFFFF, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)  # rounding would overflow
+    with using(isa):
+        out = kernels.matmul(x, kernels.pack_weight(torch.ones(70, 2)), out_dtype=torch.bfloat16)
+    assert out.isnan()[1].all()
+    assert (out[::2] == 2).all()
+
+
 @pytest.mark.essential
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)

@@ -15,15 +15,29 @@ QUIRE_INLINE __m256i first_lanes(int64_t n) {
 
 QUIRE_INLINE f32 widen(__m128i v) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16)); }
 
-QUIRE_INLINE __m128i narrow(f32 v) {
+// The bits of v, if it is a number, rounded to a bf16 in the upper half.
+QUIRE_INLINE __m256i rounded(f32 v) {
   const __m256i bits = _mm256_castps_si256(v);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+}
+
+QUIRE_INLINE __m128i narrow(f32 v) {
+  const __m256i quiet = _mm256_or_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x400000));
   const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-  const __m256i upper_halves = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
+  const __m256i upper_halves = _mm256_srli_epi32(_mm256_blendv_epi8(rounded(v), quiet, is_nan), 16);
   const __m256i packed = _mm256_packus_epi32(upper_halves, upper_halves);
   return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+}
+
+// Two at once take less time than one after the other, unless there is a NaN.
+QUIRE_INLINE __m256i narrow_two(f32 first, f32 second) {
+  if (_mm256_movemask_ps(_mm256_cmp_ps(first, second, _CMP_UNORD_Q)) != 0) {
+    return _mm256_set_m128i(narrow(second), narrow(first));
+  }
+  const __m256i packed =
+      _mm256_packus_epi32(_mm256_srli_epi32(rounded(first), 16), _mm256_srli_epi32(rounded(second), 16));
+  return _mm256_permute4x64_epi64(packed, 0xd8);
 }
 
 QUIRE_INLINE f32 set1(float v) { return _mm256_set1_ps(v); }

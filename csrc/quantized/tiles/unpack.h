@@ -33,14 +33,10 @@ constexpr int64_t kBytesSoon = 1024;
 // W of IEEE's binary16 from p on.
 #if defined(QUIRE_SIMD_AVX512)
 constexpr bool kHasHalves = true;
-QUIRE_INLINE f32 load_halves(const char* p) {
-  return (f32)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-}
+QUIRE_INLINE f32 load_halves(const char* p) { return (f32)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 #elif defined(QUIRE_SIMD_AVX2)
 constexpr bool kHasHalves = true;
-QUIRE_INLINE f32 load_halves(const char* p) {
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-}
+QUIRE_INLINE f32 load_halves(const char* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 #elif defined(QUIRE_SIMD_NEON)
 constexpr bool kHasHalves = true;
 QUIRE_INLINE f32 load_halves(const char* p) {
