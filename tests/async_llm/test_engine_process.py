@@ -1,6 +1,7 @@
 """The engine process's loop, run here in the test's own thread: what it is told decides what it is asked next."""
 
 import logging
+import socket
 from collections.abc import Callable
 from io import BytesIO
 from queue import Empty, SimpleQueue
@@ -270,6 +271,17 @@ def test_reading_ends_with_the_client_and_with_nonsense(monkeypatch: pytest.Monk
         assert inbox.get() == Abort(["a"])
         assert inbox.get() is None
         assert inbox.empty()
+
+
+def test_a_client_that_ends_with_unread_messages_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    inbox: SimpleQueue[Any] = SimpleQueue()
+    ours, clients = socket.socketpair()
+    with ours, ours.makefile("rb") as stream:
+        ours.sendall(to_frame(Abort(["a"])))
+        clients.close()
+        read_messages(stream, inbox)
+    assert inbox.get() is None
+    assert caplog.records == []
 
 
 def test_what_is_too_large_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:

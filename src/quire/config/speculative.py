@@ -149,11 +149,9 @@ class SpeculativeConfig:
             )
         if config.method != "draft_model":
             config.check_no_draft_model()
-        if config.draft_tensor_parallel_size != 1:
-            raise ConfigError(
-                f"speculative_config: draft_tensor_parallel_size={config.draft_tensor_parallel_size}: only 1 is "
-                "supported"
-            )
+        ranks = config.draft_tensor_parallel_size
+        if ranks != 1:
+            raise ConfigError(f"speculative_config: draft_tensor_parallel_size={ranks}: only 1 is supported")
         if config.min_match > config.max_match:
             raise ConfigError(
                 f"speculative_config: prompt_lookup_min={config.min_match} must be at most "

@@ -316,6 +316,8 @@ def read_messages(stream: BinaryIO, inbox: Inbox) -> None:
             message = decoder.decode(frame)
             fault_point("engine.receive", type(message).__name__)
             inbox.put(message)
+    except ConnectionResetError:  # a client that has ended may have left messages unread
+        pass
     except Exception:
         logger.exception("the engine's client cannot be read, or sent what it must not")
     inbox.put(None)
