@@ -179,13 +179,11 @@ QUIRE_INLINE void add_quads(i32 (&acc)[R][G], const RowAddresses<R>& x, int64_t 
   i32 bytes[N];
   QUIRE_UNROLL
   for (int g = 0; g < N; ++g) bytes[g] = load(kFirst + g);
-  if constexpr (Sums::kParts == 1) {
-    add_parts<Sums, kFirst, 0>(acc, bytes, x, at);
-  } else if constexpr (W == 8) {
-    add_parts<Sums, kFirst, 0>(acc, bytes, x, at);
-    add_parts<Sums, kFirst, 1>(acc, bytes, x, at);
-  } else {
+  if constexpr (Sums::kParts > 1 && W != 8) {
     add_parts<Sums, kFirst, 0, 1>(acc, bytes, x, at);
+  } else {
+    add_parts<Sums, kFirst, 0>(acc, bytes, x, at);
+    if constexpr (Sums::kParts > 1) add_parts<Sums, kFirst, 1>(acc, bytes, x, at);
   }
   if constexpr (kFirst + N < G) {
     keep_order();
