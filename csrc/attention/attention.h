@@ -39,7 +39,7 @@ class AttentionTask {
   // Blocks of rows whose scores of a tile stay in the first-level cache. Where the softmax of one overlaps with the
   // products of another, more have less that overlaps with nothing.
   static constexpr int64_t kPassBlocks = 4, kOverlappingBlocks = 8;
-  static_assert(kOverlappingBlocks * kMostAttentionRows <= kPassRows);
+  static_assert(kOverlappingBlocks * kMostAttentionRows<C> <= kPassRows);
   static_assert(kStepKeys % W == 0 && kTileKeys % kStepKeys == 0);
 
  public:
@@ -71,7 +71,7 @@ class AttentionTask {
           locate(start, first, last, item_.kv_head + head, tile);
           const int64_t around = uses_tiles() ? kStepKeys : 1;
           if (stages()) {
-            stage_values(tile, ahead.pairs() && head_rows_ <= 2 * kMostAttentionRows ? &ahead : nullptr,
+            stage_values(tile, ahead.pairs() && head_rows_ <= 2 * kMostAttentionRows<C> ? &ahead : nullptr,
                          first / around * around, (last + around - 1) / around * around, 0, a_.value_dim, a_.row_stride,
                          s_.values);
           }
@@ -105,10 +105,11 @@ class AttentionTask {
   }
   float* row_sums(const State& state, int64_t r) const { return state.rows + (r + 1) * a_.row_stride - 16; }
 
-  // Whether values are made into lanes once for all rows, not by each block of rows for itself. Latents are so wide
-  // that some of their dimensions at a time are.
+  // Whether values are made into lanes once for all rows, or written down with zeros for dimensions that fill no
+  // vector. Latents are so wide that some of their dimensions at a time are.
   bool stages() const {
-    return !a_.has_latents() && (head_rows_ > kMostAttentionRows || a_.value_dim % (4 * W) != 0 || uses_tiles());
+    const int64_t whole = kHas32Registers || Values::kVectors > 1 ? 4 * W : W;
+    return !a_.has_latents() && (is_staged_for<C>(head_rows_) || a_.value_dim % whole != 0 || uses_tiles());
   }
 
   // Whether products are computed on tiles, which depends on the layer alone.
@@ -210,10 +211,11 @@ class AttentionTask {
   // Let the head's rows, from `row` on, see one tile. Beside the work on few rows, what comes later is fetched; many
   // rows leave the processor's own prefetchers time enough.
   void run_tile(const KeyTile<C>& tile, int64_t row, const State& state, LookAhead<C>& ahead) const {
-    const int64_t most = a_.has_latents() || uses_tiles() ? kMostAttentionRows : kAttentionRows;
-    const int64_t blocks = head_rows_ <= kMostAttentionRows ? 1 : (head_rows_ + most - 1) / most;
+    const int64_t most = a_.has_latents() || uses_tiles() ? kMostAttentionRows<C> : kAttentionRows<C>;
+    const int64_t blocks = head_rows_ <= kMostAttentionRows<C> ? 1 : (head_rows_ + most - 1) / most;
     const auto row_of = [&](int64_t b) {
-      return row + (a_.has_latents() || uses_tiles() ? min_of(b * most, head_rows_) : head_rows_ * b / blocks);
+      return row + (a_.has_latents() || uses_tiles() || kHoldsTwelve<C> ? min_of(b * most, head_rows_)
+                                                                        : head_rows_ * b / blocks);
     };
     for (int64_t r = row; r < row + head_rows_; ++r) s_.references[r] = -kInfinity;
     const bool overlaps = kOverlaps && blocks > 2 && !a_.has_latents();

@@ -79,11 +79,11 @@ static inline void add_latents(const AttentionArgs& args, const AttentionScratch
     const int64_t dims = min_of(kMostVectors * W, args.value_dim - dim);
     NoAhead none;
     stage_values<C, NoAhead>(tile, nullptr, all.first, all.last, dim, dim + dims, args.row_stride, scratch.values);
-    for (int64_t row = begin; row < end; row += kMostAttentionRows) {
-      const int64_t rows = min_of(kMostAttentionRows, end - row);
+    for (int64_t row = begin; row < end; row += kMostAttentionRows<C>) {
+      const int64_t rows = min_of(kMostAttentionRows<C>, end - row);
       const KeyRange keys = seen_by(scratch, tile, row, row + rows);
-      with_rows<kMostAttentionRows>(rows, [&]<int R>() {
-        constexpr int kVectors = kAttentionVectors<R> < kMostVectors ? kAttentionVectors<R> : kMostVectors;
+      with_rows<kMostAttentionRows<C>>(rows, [&]<int R>() {
+        constexpr int kVectors = kValueVectors<C, R> < kMostVectors ? kValueVectors<C, R> : kMostVectors;
         const auto add = [&]<int V>(int64_t d) {
           add_values<V, C, R, true>(scratch.values + d, tile, none, dim + d, keys.first, keys.last,
                                     scratch.scores + (row - begin) * kTileKeys, scratch.decay + row,

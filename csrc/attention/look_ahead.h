@@ -67,6 +67,12 @@ static inline BlockSlot<C> find_slot(const AttentionArgs& args, int64_t seq, int
           values};
 }
 
+// Whether values of so many rows of a head are made into lanes once, not by each block of rows for itself.
+template <typename C>
+constexpr bool is_staged_for(int64_t rows) {
+  return rows > kMostAttentionRows<C> && (kHas32Registers || ValueLane<C>::kVectors > 1);
+}
+
 // How far ahead of the work lines are fetched where the nearest cache is large. Less would come too late: values of 64
 // dimensions are read in two passes of half of each row, so the first pass moves on twice as fast as lines are fetched.
 constexpr int64_t kBytesNear = 16 * 1024;
@@ -86,7 +92,8 @@ class LookAhead {
     lead_ = 1;
     pairs_ = kMayPair && !a_.has_latents() && a_.head_dim % 32 == 0 && !is_in_lanes() &&
              a_.num_heads <= kMostPairedHeads * a_.num_kv_heads;
-    near_ = kMayBeNear && has_large_nearest_cache() && !a_.has_latents() && !is_in_lanes();
+    near_ = kMayBeNear && has_large_nearest_cache() && !a_.has_latents() && !is_in_lanes() &&
+            !is_staged_for<C>(a_.num_heads / a_.num_kv_heads);  // else values are read before all keys
     nearest_ = near_ && (sizeof(C) > 1 || a_.num_heads <= kMostNearestHeads * a_.num_kv_heads);
   }
 
@@ -96,11 +103,18 @@ class LookAhead {
     if (lead_ < 0) next_tile();
   }
 
-  // The next kBytes, where the i-th call is one of many that ask for as much.
+  // The next kBytes; a line is fetched when calls have asked for all of it.
   template <int kBytes>
-  void fetch(int64_t i) {
-    constexpr int kLines = kBytes < 64 ? 1 : kBytes / 64;
-    if (kBytes < 64 && i % (64 / kBytes) != 0) return;
+  void fetch() {
+    constexpr int kLines = kBytes / 64;
+    if constexpr (kBytes % 64 != 0) {
+      owed_ += kBytes % 64;
+      if (owed_ >= 64) {
+        owed_ -= 64;
+        fetch<64>();
+      }
+      if constexpr (kLines == 0) return;
+    }
     if (next_ >= piece_end_ && !next_piece()) return;
     const char* line = next_;
     if constexpr (kMayPair && kLines % 2 == 0) {
@@ -136,7 +150,7 @@ class LookAhead {
   // On tiles, a block's keys and values are fetched in turns: reading two pages at a time measured faster there. Both
   // take equally many bytes, a multiple of what a call asks for.
   static constexpr bool kMayPair = kAmx && sizeof(C) == sizeof(bf16);
-#if defined(__AVX512BF16__)
+#if defined(__AVX2__)
   static constexpr bool kMayBeNear = !kAmx;
 #else
   static constexpr bool kMayBeNear = false;
@@ -181,7 +195,7 @@ class LookAhead {
     if (kMayBeNear && near_) {
       const bool is_first = next_ == nullptr && lead_ == 0;  // the work has come here: at once what else is ahead of it
       if (!next_near_piece()) return false;
-      for (int64_t bytes = 0; is_first && bytes < kBytesNear; bytes += 64) fetch<64>(0);
+      for (int64_t bytes = 0; is_first && bytes < kBytesNear; bytes += 64) fetch<64>();
       return next_ < piece_end_ || next_near_piece();
     }
     if (key_ >= min_of(start_ + kTileKeys, last_) && lead_ < 2) next_tile();
@@ -224,7 +238,9 @@ class LookAhead {
     }
     const BlockSlot<C> slot = find_slot<C>(a_, item_->seq, item_->kv_head + row_ / 2, block_++, 0);
     next_ = reinterpret_cast<const char*>(row_ % 2 == 0 ? slot.keys : slot.values);
-    piece_end_ = next_ + a_.block_size * (row_ % 2 == 0 ? 4 * key_lanes<C>(a_) : a_.head_dim * int64_t(sizeof(C)));
+    const int64_t rows = min_of(a_.block_size, last_ - key_);  // of values, those that are used
+    piece_end_ =
+        next_ + (row_ % 2 == 0 ? a_.block_size * 4 * key_lanes<C>(a_) : rows * a_.head_dim * int64_t(sizeof(C)));
     key_ += a_.block_size;
     return true;
   }
@@ -238,6 +254,7 @@ class LookAhead {
   int64_t block_, first_block_;  // its block in the table, and the tile's first
   BlockSlot<C> slot_;            // of key_, where row_ is not 0
   bool pairs_, near_, nearest_;
+  int64_t owed_ = 0;       // bytes, less than a line
   int64_t to_values_ = 0;  // from a block's keys, in bytes
   const char *next_ = nullptr, *piece_end_ = nullptr;
 };

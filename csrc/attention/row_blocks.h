@@ -33,7 +33,7 @@ template <typename C, typename Ahead>
 static inline void score_block(const AttentionArgs& a, const AttentionScratch& s, const KeyTile<C>& tile,
                                const RowBlock& block, Ahead& ahead) {
   const auto* queries = reinterpret_cast<typename KeyLane<C>::Query*>(s.queries) + block.row * a.head_dim;
-  with_rows<kMostAttentionRows>(block.rows, [&]<int R>() {
+  with_rows<kMostAttentionRows<C>>(block.rows, [&]<int R>() {
     score_range<C, R>(tile, ahead, block.first, block.last, a.head_dim, queries, s.query_scales + block.row,
                       block.scores);
   });
@@ -54,24 +54,34 @@ static inline void hide_unseen(const AttentionArgs& a, const AttentionItem& item
   }
 }
 
-// Adds values, times a block's probabilities, to its rows of `out`, which are a.row_stride apart.
+// Adds values, times a block's probabilities, to its rows of `out`, which are a.row_stride apart. Floats that are
+// fetched meanwhile are added kBytesNear at a time: all dimensions of some keys, before those of the next.
 template <typename C, typename Ahead>
 static inline void add_block(const AttentionArgs& a, const AttentionScratch& s, const KeyTile<C>& tile,
                              const RowBlock& block, bool is_staged, float* out, Ahead& ahead) {
-  with_rows<kMostAttentionRows>(block.rows, [&]<int R>() {
-    constexpr int kVectors = kAttentionVectors<R>;
-    const auto add = [&]<int V, bool kStaged>(int64_t dim) {
-      add_values<V, C, R, kStaged>(s.values + dim, tile, ahead, dim, block.first, block.last, block.scores,
-                                   s.decay + block.row, s.steps + block.row, out + block.row * a.row_stride,
-                                   a.row_stride);
-    };
-    int64_t dim = 0;
-    for (; !is_staged && dim < a.value_dim; dim += kVectors * W) add.template operator()<kVectors, false>(dim);
-    for (; dim + kVectors * W <= a.value_dim; dim += kVectors * W) add.template operator()<kVectors, true>(dim);
-    if constexpr (kVectors > 2) {
-      for (; dim + 2 * W <= a.value_dim; dim += 2 * W) add.template operator()<2, true>(dim);
+  with_rows<kMostAttentionRows<C>>(block.rows, [&]<int R>() {
+    constexpr int kVectors = kValueVectors<C, R>;
+    constexpr bool kInParts = ValueLane<C>::kVectors == 1 && std::is_same_v<Ahead, LookAhead<C>>;
+    const int64_t step = kInParts ? max_of(kBytesNear / (a.value_dim * int64_t(sizeof(C))), 1) : kTileKeys;
+    for (int64_t first = block.first, last; first < block.last; first = last) {
+      last = min_of((first / step + 1) * step, block.last);
+      const float* decay = (first == block.first ? s.decay : s.steps) + block.row;  // a step of floats is 1
+      const auto add = [&]<int V, bool kStaged>(int64_t dim) {
+        add_values<V, C, R, kStaged>(s.values + dim, tile, ahead, dim, first, last, block.scores, decay,
+                                     s.steps + block.row, out + block.row * a.row_stride, a.row_stride);
+      };
+      const auto add_all = [&]<bool kStaged>() {
+        int64_t dim = 0;
+        for (; dim + kVectors * W <= a.value_dim; dim += kVectors * W) add.template operator()<kVectors, kStaged>(dim);
+        if constexpr (kStaged || ValueLane<C>::kVectors == 1) {
+          if constexpr (kVectors > 2) {
+            for (; dim + 2 * W <= a.value_dim; dim += 2 * W) add.template operator()<2, kStaged>(dim);
+          }
+          for (; dim < a.value_dim; dim += W) add.template operator()<1, kStaged>(dim);
+        }
+      };
+      is_staged ? add_all.template operator()<true>() : add_all.template operator()<false>();
     }
-    for (; dim < a.value_dim; dim += W) add.template operator()<1, true>(dim);
   });
 }
 

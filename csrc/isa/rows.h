@@ -77,6 +77,39 @@ struct RowAddresses {
   }
 };
 
+#if defined(QUIRE_SIMD_AVX2)
+// acc[r][v] += x[r] . pair, of the pairs of bf16 at panels[v] + offset and two floats of each row: the earlier elements
+// of all pairs first, and of wide tiles two vectors at a time, so that few registers hold them and twelve sums stay in
+// the others. Without the barriers GCC would load more at once, and move sums.
+template <int R, int V, typename T>
+QUIRE_INLINE void add_pairs_apart(f32 (&acc)[R][V], const T* const (&panels)[V], int64_t offset,
+                                  const RowAddresses<R>& x) {
+  constexpr int kAtOnce = R * V + V <= 14 ? V : 2;
+  static_assert(V % kAtOnce == 0);
+  QUIRE_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    QUIRE_UNROLL
+    for (int begin = 0; begin < V; begin += kAtOnce) {
+      f32 elements[kAtOnce];
+      QUIRE_UNROLL
+      for (int v = 0; v < kAtOnce; ++v) {
+        const pairs both = load_lanes(reinterpret_cast<const char*>(panels[begin + v]) + offset);
+        elements[v] = i == 0 ? lower(both) : upper(both);
+      }
+      QUIRE_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const f32 factor = set1(reinterpret_cast<const float*>(x[r])[i]);
+        QUIRE_UNROLL
+        for (int v = 0; v < kAtOnce; ++v) acc[r][begin + v] = fma(factor, elements[v], acc[r][begin + v]);
+        QUIRE_UNROLL
+        for (int v = 0; v < kAtOnce; ++v) asm("" : "+x"(acc[r][begin + v]));
+      }
+      keep_order();
+    }
+  }
+}
+#endif
+
 // Up to this many elements a kernel is done before a sleeping worker would have woken, or one that is awake has begun.
 constexpr int64_t kInlineElements = 16 * 1024, kInlineElementsAwake = 8 * 1024;
 

@@ -65,6 +65,9 @@ QUIRE_INLINE void keep_in_register(f32& v) {
 #endif
 }
 
+// Keeps the compiler from moving memory accesses across this, such as requests together, which hinder each other then.
+QUIRE_INLINE void keep_order() { asm volatile("" ::: "memory"); }
+
 // Lanes of four bytes: W of them from p on, or the one at p in all lanes.
 QUIRE_INLINE i32 load_lanes(const void* p) {
   i32 lanes;

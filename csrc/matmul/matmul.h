@@ -87,27 +87,10 @@ QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const RowAddresses<R>& x, cons
 }
 
 #if defined(QUIRE_SIMD_AVX2)
-// The earlier elements of all pairs first, and two vectors of columns at a time: so few registers hold weights that
-// twelve sums stay in the others. Without the barriers GCC would load more at once.
 template <int R, int G>
 QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const RowAddresses<R>& x, const char* const (&panels)[G],
                                 int64_t offset, const bf16*) {
-  QUIRE_UNROLL
-  for (int i = 0; i < 2; ++i) {
-    QUIRE_UNROLL
-    for (int g = 0; g < G; g += 2) {
-      const pairs w = load_lanes(panels[g] + offset), w_next = load_lanes(panels[g + 1] + offset);
-      const f32 here = i == 0 ? lower(w) : upper(w), next = i == 0 ? lower(w_next) : upper(w_next);
-      QUIRE_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const f32 value = set1(reinterpret_cast<const float*>(x[r])[i]);
-        acc[r][g] = fma(value, here, acc[r][g]);
-        acc[r][g + 1] = fma(value, next, acc[r][g + 1]);
-        asm("" : "+x"(acc[r][g]), "+x"(acc[r][g + 1]));
-      }
-      keep_order();
-    }
-  }
+  add_pairs_apart(acc, panels, offset, x);
 }
 #elif !defined(QUIRE_MULTIPLIES_PAIRS)
 template <int R, int G>

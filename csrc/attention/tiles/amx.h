@@ -60,10 +60,10 @@ static void score_on_tiles(const AttentionArgs& args, const AttentionScratch& sc
       }
       if (ahead != nullptr && ahead->pairs()) {
         // Half of what is read here: the rest is asked for beside the softmax and while values are staged.
-        for (int64_t i = 0; i < 4; ++i) ahead->template fetch<256>(0);
+        for (int64_t i = 0; i < 4; ++i) ahead->template fetch<256>();
       } else if (ahead != nullptr) {
-        ahead->template fetch<1024>(0);
-        ahead->template fetch<1024>(0);
+        ahead->template fetch<1024>();
+        ahead->template fetch<1024>();
       }
     }
     float* to = scores + v * W;

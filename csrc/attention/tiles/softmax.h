@@ -38,7 +38,7 @@ QUIRE_INLINE void softmax_row(Ahead* ahead, float* scores, int64_t vector, int64
     f32 score = load(scores + v * W);
     if constexpr (kAmx) {
       score = score * set1(factor);
-      if (ahead != nullptr && ahead->pairs()) ahead->template fetch<128>(0);
+      if (ahead != nullptr && ahead->pairs()) ahead->template fetch<128>();
     }
     const f32 prob = exp2_for<Prob>(score - set1(reference));
     store(reinterpret_cast<Prob*>(scores) + v * W, prob);
@@ -54,7 +54,7 @@ struct MaximaBeside {
   int64_t vector, end, rows;
 
   template <int kBytes>
-  QUIRE_MEMBER void fetch(int64_t) {}
+  QUIRE_MEMBER void fetch() {}
   QUIRE_MEMBER void end_turn(int64_t i) {
     if (i % 8 == 7 && rows > 0) take_row();
   }
@@ -81,7 +81,7 @@ struct SoftmaxBeside {
   int64_t sums_stride, begin, end, rows, vector;
 
   template <int kBytes>
-  QUIRE_MEMBER void fetch(int64_t) {}
+  QUIRE_MEMBER void fetch() {}
   QUIRE_MEMBER void end_turn(int64_t i) {
     if (i % 2 == 1 && rows > 0) take_vectors();
   }

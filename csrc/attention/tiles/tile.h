@@ -19,20 +19,33 @@ namespace quire::QUIRE_ISA {
 constexpr float kInfinity = __builtin_inff();
 constexpr float kTiny = 1e-30f;  // what is no larger is taken for zero, so that its inverse is finite
 
-// Rows at once, and vectors (of keys, then of head dimensions) at once: as many accumulators as the registers hold. A
-// few more rows than suit many blocks of rows are better taken in one than in two.
-#if defined(QUIRE_SIMD_AVX512)
-constexpr int kAttentionRows = 6, kMostAttentionRows = 8;
-constexpr bool kHas32Registers = true;
-#elif defined(QUIRE_SIMD_NEON)
-constexpr int kAttentionRows = 4, kMostAttentionRows = 4;
+#if defined(QUIRE_SIMD_AVX512) || defined(QUIRE_SIMD_NEON)
 constexpr bool kHas32Registers = true;
 #else
 constexpr bool kHas32Registers = false;
-constexpr int kAttentionRows = 4, kMostAttentionRows = 4;
 #endif
-template <int R>
-constexpr int kAttentionVectors = kHas32Registers && R <= 6 ? 4 : 2;
+// Whether twelve of 16 registers hold accumulators. Of eight two multiply-adds a cycle wait for one as soon as anything
+// delays it; vectors of an int8 cache become two each, which leaves room for eight.
+#if defined(QUIRE_SIMD_AVX2)
+template <typename C>
+constexpr bool kHoldsTwelve = sizeof(C) > 1;
+#else
+template <typename C>
+constexpr bool kHoldsTwelve = false;
+#endif
+
+// Rows at once, and vectors of keys or head dimensions: as many accumulators as the registers hold. A few more rows
+// than suit many blocks of rows are better taken in one than in two.
+template <typename C>
+constexpr int kAttentionRows = W == 16 || kHoldsTwelve<C> ? 6 : 4;
+template <typename C>
+constexpr int kMostAttentionRows = W == 16 ? 8 : kAttentionRows<C>;
+template <typename C, int R>
+constexpr int kScoreVectors = (kHas32Registers && R <= 6) || (kHoldsTwelve<C> && R <= 2) ? 4
+                              : kHoldsTwelve<C> && R == 3                                ? 3
+                                                                                         : 2;
+template <typename C, int R>
+constexpr int kValueVectors = kHoldsTwelve<C> && R == 4 ? 3 : kScoreVectors<C, R>;
 
 // Into the second-level cache: the few lines that the first level can wait for would hold up the loads of this tile.
 QUIRE_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
@@ -122,10 +135,10 @@ static inline void lanes_of_rows(const C* const* rows, int64_t count, int64_t st
   }
 }
 
-// What the loops of products do beside them, in the middle of the i-th turn (fetch) and at its end: here nothing.
+// What the loops of products do beside them, in a turn (fetch) and at the end of the i-th: here nothing.
 struct NoAhead {
   template <int kBytes>
-  QUIRE_MEMBER void fetch(int64_t) {}
+  QUIRE_MEMBER void fetch() {}
   QUIRE_MEMBER void end_turn(int64_t) {}
 };
 
@@ -139,6 +152,29 @@ static inline void with_rows(int64_t rows, const Call& call) {
     call.template operator()<R>();
   } else if constexpr (R > 1) {
     with_rows<R - 1>(rows, call);
+  }
+}
+
+// acc[r][v] += key v * query r, of one lane. As many lines as are read are fetched ahead.
+template <typename C, int R, int V, typename Ahead>
+QUIRE_INLINE void add_lane(typename KeyLane<C>::Sum (&acc)[R][V], const C* const (&keys)[V], int64_t offset,
+                           const RowAddresses<R>& queries, Ahead& ahead) {
+#if defined(QUIRE_SIMD_AVX2)
+  if constexpr (sizeof(C) == sizeof(bf16)) {
+    ahead.template fetch<V * W * 4>();
+    return add_pairs_apart(acc, keys, offset * int64_t(sizeof(C)), queries);
+  }
+#endif
+  using Lane = KeyLane<C>;
+  typename Lane::Vector key[V];
+  QUIRE_UNROLL
+  for (int v = 0; v < V; ++v) key[v] = Lane::load(keys[v] + offset);
+  ahead.template fetch<V * W * 4>();
+  QUIRE_UNROLL
+  for (int r = 0; r < R; ++r) {
+    const auto query = Lane::broadcast(reinterpret_cast<const typename Lane::Query*>(queries[r]));
+    QUIRE_UNROLL
+    for (int v = 0; v < V; ++v) acc[r][v] = Lane::dot(acc[r][v], key[v], query);
   }
 }
 
@@ -156,21 +192,17 @@ __attribute__((noinline)) static void score_keys(const KeyTile<C>& tile, Ahead& 
     QUIRE_UNROLL
     for (int v = 0; v < V; ++v) acc[r][v] = typename Lane::Sum{};
   }
-  const int64_t lanes = head_dim / Lane::kPack;
+  const int64_t lanes = head_dim / Lane::kPack, lane_stride = tile.lane_stride;
+  const C* keys[V];
+  QUIRE_UNROLL
+  for (int v = 0; v < V; ++v) keys[v] = tile.vectors[vector + v];
+  RowAddresses<R> rows(reinterpret_cast<const char*>(queries), head_dim * int64_t(sizeof(*queries)));
   for (int64_t i = 0; i < lanes; ++i) {
-    typename Lane::Vector key[V];
-    QUIRE_UNROLL
-    for (int v = 0; v < V; ++v) key[v] = Lane::load(tile.vectors[vector + v] + i * tile.lane_stride);
-    ahead.template fetch<V * W * 4>(i);
-    QUIRE_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const auto query = Lane::broadcast(queries + r * head_dim + i * Lane::kPack);
-      QUIRE_UNROLL
-      for (int v = 0; v < V; ++v) acc[r][v] = Lane::dot(acc[r][v], key[v], query);
-    }
+    add_lane<C>(acc, keys, i * lane_stride, rows, ahead);
+    rows += Lane::kPack * int64_t(sizeof(*queries));
     ahead.end_turn(i);
   }
-  for (int64_t i = 0; i < Lane::kScaleLanes; ++i) ahead.template fetch<V * W * 4>(i);
+  for (int64_t i = 0; i < Lane::kScaleLanes; ++i) ahead.template fetch<V * W * 4>();
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
     QUIRE_UNROLL
@@ -185,7 +217,8 @@ __attribute__((noinline)) static void score_keys(const KeyTile<C>& tile, Ahead& 
 template <typename C, int R, typename Ahead>
 static inline void score_range(const KeyTile<C>& tile, Ahead& ahead, int64_t first, int64_t last, int64_t head_dim,
                                const typename KeyLane<C>::Query* queries, const float* scales, float* scores) {
-  constexpr int V = kAttentionVectors<R>;
+  constexpr int V = kScoreVectors<C, R>;
+  static_assert(KeyTile<C>::kVectors % V <= V / 2);
   int64_t v = first / W / V * V;
   for (; (v + V / 2) * W < last; v += V) score_keys<V, C, R>(tile, ahead, v, head_dim, queries, scales, scores);
   for (; v * W < last; ++v) score_keys<1, C, R>(tile, ahead, v, head_dim, queries, scales, scores);
@@ -258,7 +291,7 @@ static inline void stage_values(const KeyTile<C>& tile, Ahead* ahead, int64_t fi
     const auto stage = [&](int64_t dim, int64_t n) {
       typename Lane::Vector value[Lane::kVectors];
       Lane::make(tile.values + i * Lane::kKeys, dim, n, value);
-      if (ahead != nullptr) ahead->template fetch<kDims * Lane::kKeys* int(sizeof(C))>(0);
+      if (ahead != nullptr) ahead->template fetch<kDims * Lane::kKeys* int(sizeof(C))>();
       for (int64_t v = 0; v < Lane::kVectors; ++v) Lane::store(staged + i * stride + dim - begin + v * W, value[v]);
     };
     int64_t dim = begin;
@@ -341,7 +374,7 @@ __attribute__((noinline)) static void add_values(const float* staged, const KeyT
         Lane::make(tile.values + i * Lane::kKeys, dim + v * W, Lane::kVectors * W, value + v);
       }
     }
-    ahead.template fetch<V * W * Lane::kKeys* int(sizeof(C))>(i);
+    ahead.template fetch<V * W * Lane::kKeys* int(sizeof(C))>();
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
       const auto prob = Lane::broadcast(probs + r * kTileKeys + i);

@@ -123,9 +123,6 @@ struct Prefetch {
   int64_t panel_gap, vector_gap, step;
 };
 
-// Keeps the compiler from moving memory accesses across this, such as requests together, which hinder each other then.
-QUIRE_INLINE void keep_order() { asm volatile("" ::: "memory"); }
-
 // Where a product goes: sums of rows from `row` and of `width` columns from `column` on (but those beyond the last),
 // plus bias, rounded. The sums' rows are `stride` apart.
 template <typename Out>
