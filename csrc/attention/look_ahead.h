@@ -67,7 +67,8 @@ static inline BlockSlot<C> find_slot(const AttentionArgs& args, int64_t seq, int
           values};
 }
 
-// Whether values of so many rows of a head are made into lanes once, not by each block of rows for itself.
+// Whether values are converted and written to the scratch once for this many rows of a head. Otherwise each block of
+// rows converts them for itself.
 template <typename C>
 constexpr bool is_staged_for(int64_t rows) {
   return rows > kMostAttentionRows<C> && (kHas32Registers || ValueLane<C>::kVectors > 1);

@@ -34,8 +34,8 @@ template <typename C>
 constexpr bool kHoldsTwelve = false;
 #endif
 
-// Rows at once, and vectors of keys or head dimensions: as many accumulators as the registers hold. A few more rows
-// than suit many blocks of rows are better taken in one than in two.
+// Rows of a block, and vectors of keys or head dimensions: as many accumulators as the registers hold. Up to
+// kMostAttentionRows rows are one block; more are blocks of at most kAttentionRows.
 template <typename C>
 constexpr int kAttentionRows = W == 16 || kHoldsTwelve<C> ? 6 : 4;
 template <typename C>
