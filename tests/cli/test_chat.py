@@ -65,6 +65,14 @@ def test_the_end_of_the_input_ends_the_session(
     assert play(monkeypatch, scripted[0], ["Hello"]) == 0
 
 
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_a_script_learns_that_a_message_was_refused(
+    monkeypatch: pytest.MonkeyPatch, scripted: tuple[LLM, RecitingExecutor], on_terminal: bool
+) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: on_terminal)
+    assert play(monkeypatch, scripted[0], ["Hello", "word " * 300, "/reset", "Hello", "/exit"]) == int(not on_terminal)
+
+
 @pytest.mark.parametrize("speculates", [True, False])
 def test_accepted_drafts_are_coloured_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], speculates: bool
@@ -151,8 +159,8 @@ def test_ctrl_c_before_the_first_token_forgets_the_message(
 def test_a_message_that_does_not_fit_is_refused_and_forgotten(
     session: ChatSession, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session.answer("Hello")
+    assert session.answer("Hello")
     before = list(session.messages)
-    session.answer("word " * 300)
+    assert not session.answer("word " * 300)
     assert session.messages == before
     assert "the context holds 256" in capsys.readouterr().err

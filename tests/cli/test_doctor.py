@@ -33,7 +33,7 @@ def meminfo(total_gib: int, available_mib: int, swap_gib: int = 0) -> str:
 def machine(root: Path, **changes: str) -> Path:
     """A machine without anything to improve, except for `changes`: texts of the files."""
     texts = {
-        "cpuinfo": "model name : Fast CPU\nflags : fpu avx2 avx512f avx512_bf16\n",
+        "cpuinfo": "model name : Fast CPU\nflags : fpu avx2 fma f16c avx512f avx512_bf16\n",
         "meminfo": meminfo(64, 48 * 1024),
         "mounts": "/dev/sda / ext4 rw 0 0\n",
         "hugepages": "always [madvise] never\n",
@@ -63,11 +63,13 @@ def test_a_good_machine_gets_no_advice(tmp_path, name):
     ("change", "name", "value", "advice"),
     [
         (
-            {"cpuinfo": "model name : Old\nflags : avx2 avx512f\n"},
+            {"cpuinfo": "model name : Old\nflags : avx2 fma f16c avx512f\n"},
             "instructions",
-            "avx2 avx512f",
+            "avx2 fma f16c avx512f",
             "--quantization int8",
         ),
+        ({"cpuinfo": "flags : avx2 fma\n"}, "instructions", "avx2 fma", "without f16c the portable kernels run"),
+        ({"cpuinfo": "flags : sse2\n"}, "instructions", "basic", "without avx2, fma, f16c the portable kernels run"),
         ({"hugepages": "always madvise [never]\n"}, "huge pages", "never", "echo madvise"),
         ({"governor": "powersave\n"}, "clock governor", "powersave", "--governor performance"),
         ({"meminfo": meminfo(8, 4096, 1)}, "swap", "1.00 GiB in use", "--kv-cache-memory"),

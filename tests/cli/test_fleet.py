@@ -138,6 +138,7 @@ def test_traces_that_cannot_be_planned_for_are_refused(capsys, tmp_path, costs):
         (["--engines", "-2"], "--engines -2: must be from 1 to 1000"),
         (["--engines", "2", "--max-engines", "0"], "from 2 to 0 engines: numbers must ascend"),
         (["--engines", "2", "--deaths", "x"], "SECONDS:ENGINE pairs"),
+        (["--engines", "2", "--deaths", "1:1,2:9"], "there is no engine 9, --engines 2 are 0 to 1"),
         (["--engines", "2", "--start-s", "-1"], "must be from 0 to 1e9"),
         (["--tensor-parallel-size", "2"], "need --costs"),
     ],

@@ -42,6 +42,10 @@ def test_a_draft_model_may_be_quantized() -> None:
         ({"quantization": "int8"}, "quantization is for a draft model, and there is none"),
         ({"method": "ngram", "revision": "v1"}, "revision is for a draft model"),
         (
+            {"model": "quire-draft", "quantization": "int9"},
+            "^speculative_config: quantization='int9', did you mean 'int8'",
+        ),
+        (
             {"model": "quire-draft", "draft_tensor_parallel_size": 2},
             "draft_tensor_parallel_size=2: only 1 is supported",
         ),

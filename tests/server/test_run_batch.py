@@ -139,6 +139,7 @@ def test_a_wrong_line_fails_alone(batch, wrong, code, custom_id):
     before, failed, after = batch.rows
     assert before["response"]["status_code"] == after["response"]["status_code"] == 200
     assert (failed["custom_id"], failed["response"], failed["error"]["code"]) == (custom_id, None, code)
+    assert failed["error"]["line"] == 3, "blank lines count"
 
 
 def test_a_custom_id_that_was_there_already_is_refused_also_after_an_interruption(batch):

@@ -18,6 +18,8 @@ from quire.config.machine import allowed_cpus, cpu_quota, format_bytes, machine_
 
 _FEATURES = (
     "avx2",
+    "fma",
+    "f16c",
     "avx_vnni",
     "avx512f",
     "avx512_vnni",
@@ -128,8 +130,12 @@ def _processor(root: Path, can_run: bool) -> Iterator[Finding]:
     yield Finding(area, "model", info.get("model name", platform.machine()))
     if has:
         advice = ""
-        if "avx2" not in has and platform.machine() in ("x86_64", "AMD64"):
-            advice = "without AVX2 the portable kernels run, many times slower: use a CPU of 2013 or later"
+        missing = [name for name in ("avx2", "fma", "f16c") if name not in has]
+        if missing and platform.machine() in ("x86_64", "AMD64"):
+            advice = (
+                f"without {', '.join(missing)} the portable kernels run, many times slower: use a CPU of 2013 or later"
+            )
+            advice += ", or let the virtual machine have its host's (KVM: -cpu host)" * ("avx2" in has)
         elif "avx512f" in has and "avx512_bf16" not in has:
             advice = "products in bfloat16 are converted to float32 here: `--quantization int8` avoids that"
         yield Finding(area, "instructions", " ".join(name for name in _FEATURES if name in has) or "basic", advice)

@@ -114,6 +114,10 @@ def _run_fleet(
         raise ConfigError(f"--engines {number}: must be from 1 to {MAX_ENGINES}")
     limits = Scaling(number, most, options.target_requests)
     deaths = Deaths(() if options.deaths is None else parse_deaths(options.deaths), options.death_rate, options.seed)
+    if options.max_engines is None and (last := max([engine for _, engine in deaths.at], default=0)) >= number:
+        raise ConfigError(
+            f"--deaths {options.deaths}: there is no engine {last}, --engines {number} are 0 to {number - 1}"
+        )
     if not 0 <= options.start_s < 1e9:
         raise ConfigError(f"--start-s {options.start_s:g}: must be from 0 to 1e9")
     if options.plot is not None:

@@ -11,6 +11,7 @@ from quire.common.errors import ConfigError, check_choice, nearest_name
 from quire.common.log import logger
 from quire.config.checkpoint.draft_heads import own_head, resolve_head
 from quire.config.model import ModelConfig
+from quire.config.quantization import check_quantization
 
 PREDICTION = "prediction"
 SOURCES = (PREDICTION, "forced", "own", "recent")
@@ -149,6 +150,7 @@ class SpeculativeConfig:
             )
         if config.method != "draft_model":
             config.check_no_draft_model()
+        check_quantization(config.quantization, "speculative_config: ")
         ranks = config.draft_tensor_parallel_size
         if ranks != 1:
             raise ConfigError(f"speculative_config: draft_tensor_parallel_size={ranks}: only 1 is supported")

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         options.speculative_config = getattr(options, "speculative_config", {"method": "suffix"})
     llm, lora = load_llm_and_adapter(options)
     session = ChatSession(llm, sampling_params(given, llm), options.system, lora, shows_drafts=options.speculate)
-    interactive = sys.stdin.isatty()
+    interactive, num_refused = sys.stdin.isatty(), 0
     if interactive:
         import readline  # noqa: F401  importing it makes input() editable
 
@@ -73,12 +73,12 @@ def run(options: argparse.Namespace) -> int:
         except EOFError:
             if interactive:
                 print()
-            return 0
+            break
         except KeyboardInterrupt:
             print()
             continue
         if message == "/exit":
-            return 0
+            break
         if message == "/reset":
             session.reset()
         elif re.fullmatch(r"/[a-z?]*", message):
@@ -86,7 +86,8 @@ def run(options: argparse.Namespace) -> int:
                 print(f"there is no {message}{nearest_name(message, _COMMANDS)}")
             print("\n".join(f"{name:<8} {text}" for name, text in _COMMANDS.items()))
         elif message:
-            session.answer(message)
+            num_refused += not session.answer(message)
+    return int(num_refused > 0 and not interactive)
 
 
 class ChatSession:
@@ -113,8 +114,8 @@ class ChatSession:
         """Clear the conversation, except for the system message."""
         self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
 
-    def answer(self, message: str) -> None:
-        """Send a message to the model and print the answer; a message that does not fit is rejected and dropped."""
+    def answer(self, message: str) -> bool:
+        """Send a message to the model and print the answer. False if the message is refused, and dropped."""
         self.messages.append({"role": "user", "content": message})
         start = time.monotonic()
         try:
@@ -122,7 +123,7 @@ class ChatSession:
         except RequestError as error:
             self.messages.pop()
             print(f"{error} (/reset starts a new conversation)", file=sys.stderr)
-            return
+            return False
         text = output.outputs[0].text if output is not None else ""
         print()
         if not text:  # the template expects an answer after each message, so drop a message without one
@@ -131,6 +132,7 @@ class ChatSession:
             self.messages.append({"role": "assistant", "content": text})
         if output is not None:
             print(_styled("2", _summary(output, time.monotonic() - start, shows_drafts=self._shows_drafts)))
+        return True
 
     def _stream(self) -> RequestOutput | None:
         """Run the request and print its text as it is generated. Ctrl-C ends it; None if there is no output by then."""

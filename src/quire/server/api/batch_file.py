@@ -52,6 +52,8 @@ class BatchError(msgspec.Struct):
 
     code: str
     message: str
+    line: int = 0
+    """Its number in the file, from 1 on."""
 
 
 class BatchResult(msgspec.Struct, kw_only=True):
@@ -71,17 +73,17 @@ class _Body(msgspec.Struct):
     stream: Any = None
 
 
-def read_lines(source: Path, max_body_bytes: int) -> Iterator[bytes | None]:
-    """All lines that are not blank; None for a line that is too long."""
+def read_lines(source: Path, max_body_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+    """The number of each line that is not blank, from 1 on, and the line; None for a line that is too long."""
     limit = max_body_bytes + MAX_FRAME_BYTES
     with source.open("rb") as file:
-        while line := file.readline(limit):
+        for number, line in enumerate(iter(lambda: file.readline(limit), b""), 1):
             if len(line) == limit and not line.endswith(b"\n"):
                 while (rest := file.readline(limit)) and not rest.endswith(b"\n"):
                     pass
-                yield None
+                yield number, None
             elif line.strip():
-                yield line
+                yield number, line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +110,10 @@ class BatchRun:
 
         async def work() -> None:
             nonlocal num_failed
-            for index, line, is_duplicate in lines:
+            for index, number, line, is_duplicate in lines:
                 result = await self._result(line, is_duplicate)
+                if result.error is not None:
+                    result.error.line = number
                 is_answer = result.response is not None and result.response.status_code < 400
                 if not is_answer and not self.is_running():
                     raise EngineDeadError("the engine process has ended")
@@ -167,13 +171,13 @@ class BatchRun:
         return BatchError("invalid_body", "stream: not supported in batch files") if stream else None
 
 
-def _numbered(lines: Iterable[bytes | None]) -> Iterator[tuple[int, bytes | None, bool]]:
-    """Each line with its index, and whether an earlier one has the same custom_id."""
+def _numbered(lines: Iterable[tuple[int, bytes | None]]) -> Iterator[tuple[int, int, bytes | None, bool]]:
+    """The index of each line, its number in the file, and whether an earlier one has the same custom_id."""
     seen: set[bytes] = set()
-    for i, line in enumerate(lines):
+    for i, (number, line) in enumerate(lines):
         custom_id = _custom_id(line)
         key = hashlib.blake2b((custom_id or "").encode(), digest_size=16).digest()
-        yield i, line, custom_id is not None and key in seen
+        yield i, number, line, custom_id is not None and key in seen
         seen.add(key)
 
 
