@@ -34,7 +34,8 @@ NATIVE = ("numpy", "msgspec", "hypothesis", "markupsafe", "safetensors", "tokeni
 PLATFORMS = ("manylinux_2_28_aarch64", "manylinux_2_17_aarch64", "manylinux2014_aarch64")
 # What each processor of the emulator must choose; the first has everything.
 PROCESSORS = {
-    "max,pauth-impdef=on": ["neon_i8mm", "neon_dot", "neon", "portable"],
+    "max,pauth-impdef=on,sve-default-vector-length=32": ["sve256", "neon_i8mm", "neon_dot", "neon", "portable"],
+    "max,pauth-impdef=on,sve-default-vector-length=64": ["neon_i8mm", "neon_dot", "neon", "portable"],
     "neoverse-n1": ["neon_dot", "neon", "portable"],
     "cortex-a72": ["neon", "portable"],
 }
@@ -200,8 +201,10 @@ def emulated(emulator: str, processor: str) -> list[str]:
 def environment() -> dict[str, str]:
     """The environment variables with which that Python finds Quire and all packages."""
     paths = [EMULATED / "package", EMULATED / "site", Path(sysconfig.get_path("purelib"))]
-    # torch's threads would spin while they wait, and the emulator would run that too
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    # torch's threads would spin while they wait, and the emulator would run that too. Its tanh for SVE, which defines
+    # softcap, takes denormals for zeros.
+    torch_settings = {"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "default"}
+    return {**os.environ, **torch_settings, "PYTHONPATH": os.pathsep.join(map(str, paths))}
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@
 
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "base/common.h"
 
@@ -27,13 +28,17 @@
 #elif defined(QUIRE_SIMD_AVX2)
 #include "isa/x86/simd_avx2.h"
 #elif defined(QUIRE_SIMD_NEON)
+#define QUIRE_ARM
 #include "isa/arm/simd_neon.h"
+#elif defined(QUIRE_SIMD_SVE)
+#define QUIRE_ARM
+#include "isa/arm/simd_sve.h"
 #else
 #include "isa/simd_portable.h"
 #endif
 
 // Whether pairs of bf16 are multiplied as such, and not as float32.
-#if defined(__AVX512BF16__) || defined(QUIRE_NEON_I8MM)
+#if defined(__AVX512BF16__) || defined(QUIRE_ARM_I8MM)
 #define QUIRE_MULTIPLIES_PAIRS
 #endif
 
@@ -48,6 +53,13 @@
 //   max, reduce_add, reduce_max            max(a, b) is b if either is NaN; reductions are fixed trees
 
 namespace quire::QUIRE_ISA {
+
+// Whether there are 16 registers of 256 bits, around which several loops are built.
+#if defined(QUIRE_SIMD_AVX2)
+constexpr bool kIsAvx2 = true;
+#else
+constexpr bool kIsAvx2 = false;
+#endif
 
 QUIRE_INLINE i32 as_int(f32 v) { return (i32)v; }
 QUIRE_INLINE f32 as_float(i32 v) { return (f32)v; }
@@ -104,10 +116,35 @@ QUIRE_INLINE i32 load_integers(const void* p) {
     }
     return (i32)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(bits))));
   }
+#elif defined(QUIRE_SIMD_SVE)
+  if constexpr (std::is_same_v<Lanes, i8_lanes>) return (i32)svld1sb_s32(all_lanes(), static_cast<const int8_t*>(p));
+  if constexpr (std::is_same_v<Lanes, u8_lanes>) return (i32)svld1ub_s32(all_lanes(), static_cast<const uint8_t*>(p));
+  if constexpr (std::is_same_v<Lanes, u16_lanes>) return (i32)svld1uh_s32(all_lanes(), static_cast<const uint16_t*>(p));
 #endif
   Lanes lanes;
   std::memcpy(&lanes, p, sizeof lanes);
   return __builtin_convertvector(lanes, i32);
+}
+
+// The lanes of the first (kHalf 1: second) halves of a and b by turns: a's first, b's first, a's second, ...
+template <int kHalf, typename Vector, size_t... kLanes>
+QUIRE_INLINE Vector interleave(Vector a, Vector b, std::index_sequence<kLanes...>) {
+  constexpr int kCount = sizeof...(kLanes);
+  return __builtin_shufflevector(a, b, (kHalf * kCount / 2 + int(kLanes) / 2 + int(kLanes) % 2 * kCount)...);
+}
+template <int kHalf>
+QUIRE_INLINE i32 interleave(i32 a, i32 b) {
+  return interleave<kHalf>(a, b, std::make_index_sequence<W>());
+}
+
+// The even (kOdd 1: odd) lanes of a, and then those of b: undoes both halves of interleave.
+template <int kOdd, size_t... kLanes>
+QUIRE_INLINE i32 every_other(i32 a, i32 b, std::index_sequence<kLanes...>) {
+  return __builtin_shufflevector(a, b, (2 * int(kLanes) + kOdd)...);
+}
+template <int kOdd>
+QUIRE_INLINE i32 every_other(i32 a, i32 b) {
+  return every_other<kOdd>(a, b, std::make_index_sequence<W>());
 }
 
 // Lanes 2 i and 2 i + 1 exchanged.
@@ -126,8 +163,8 @@ QUIRE_INLINE f32 upper(pairs p) { return as_float(p & int32_t(0xffff0000)); }
 QUIRE_INLINE f32 dot2(f32 acc, pairs a, pairs b) {
 #if defined(__AVX512BF16__)
   return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
-#elif defined(QUIRE_NEON_I8MM)
-  return (f32)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)a, (bfloat16x8_t)b);
+#elif defined(QUIRE_ARM_I8MM)
+  return add_pairs(acc, a, b);
 #else
   return fma(upper(a), upper(b), fma(lower(a), lower(b), acc));
 #endif

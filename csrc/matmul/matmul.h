@@ -9,8 +9,8 @@
 #if defined(QUIRE_AMX)
 #include "matmul/tiles/amx_bf16.h"
 #endif
-#if defined(QUIRE_NEON_I8MM)
-#include "matmul/tiles/neon.h"
+#if defined(QUIRE_ARM_I8MM)
+#include "matmul/tiles/arm.h"
 #endif
 
 namespace quire::QUIRE_ISA {
@@ -52,7 +52,7 @@ QUIRE_INLINE bool has_blocks(int64_t rows) { return rows > 0 && next_rows(rows) 
 // Whether panels pass through all blocks of rows while they are near; with AVX2 also through one block of rows that
 // takes several passes.
 QUIRE_INLINE bool is_shared(int64_t rows) {
-  const bool has_passes = W == 8 && kTileShape.width(int(rows)) < kVectorsPerPanel;
+  const bool has_passes = kIsAvx2 && kTileShape.width(int(rows)) < kVectorsPerPanel;
   return rows <= kSharedRows && (has_passes || has_blocks(rows));
 }
 
@@ -162,7 +162,7 @@ struct PackedTile {
   }
 };
 
-#if defined(QUIRE_NEON_I8MM)
+#if defined(QUIRE_ARM_I8MM)
 template <>
 struct PackedTile<bf16> : MatrixTile {};
 consteval bool has_even_blocks() {

@@ -37,7 +37,7 @@ QUIRE_INLINE int32_t lack_of([[maybe_unused]] f32 values, int32_t total, const Q
 #if defined(QUIRE_SIMD_AVX2) && !defined(__AVXVNNI__)
   if (!layout.has_bytes) return start_of_halves(values, layout.bits == 4 ? zero : 1 << (layout.bits - 1));
 #endif
-#if defined(QUIRE_SIMD_NEON)
+#if defined(QUIRE_ARM)
   if (!layout.has_bytes) return -total * zero;
 #endif
   return -total * (zero - ByteSums::kZero);

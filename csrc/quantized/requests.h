@@ -16,7 +16,7 @@ QUIRE_INLINE constexpr bool has_groups_on_tiles(const QuantizedShape&, int64_t) 
 // so long that one of them may as well read. Nothing asks for a task's first piece then, so that tasks are larger.
 constexpr int64_t kSharingBlocks = 4, kFewSharingBlocks = 2, kSharingTaskPanels = kAsksNear ? 32 : kTaskPanels;
 // The most bytes of a piece for which small tiles share requests: two of them stay in the second-level cache.
-constexpr int64_t kMostShared = W == 8 ? 256 * 1024 : 0;
+constexpr int64_t kMostShared = kIsAvx2 ? 256 * 1024 : 0;
 
 // Whether tiles read integers as they are stored, and unpack those of fewer than 8 bits for each block of rows anew;
 // else they are unpacked once for all rows. Unpacking reads in bursts, tiles read all the time: up to a dozen rows that
@@ -31,7 +31,7 @@ static bool is_read_as_stored(const PanelReader& reader, int64_t rows) {
 static bool asks_in_line(const PanelReader& reader, int64_t rows) {
   const QuantizedShape& shape = reader.shape;
   if (shape.k == 0 || shape.format.group > QuantizedShape::kBlock || has_groups_on_tiles(shape, rows)) return false;
-  return asks_in_line() && (W == 8 || is_read_as_stored(reader, rows));
+  return asks_in_line() && (kIsAvx2 || is_read_as_stored(reader, rows));
 }
 
 // Whether each of several passes through a piece of a panel asks for its share of the next piece, which then comes

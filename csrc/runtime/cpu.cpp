@@ -10,6 +10,7 @@
 #endif
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#include <sys/prctl.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
 #endif
@@ -50,6 +51,11 @@ extern const KernelTable table;
 namespace neon_i8mm {
 extern const KernelTable table;
 }
+#if defined(QUIRE_HAS_SVE)
+namespace sve256 {
+extern const KernelTable table;
+}
+#endif
 #endif
 
 namespace {
@@ -76,7 +82,7 @@ bool can_use_amx() {
 #if defined(__aarch64__)
 // Whether the processor has what the variants need beyond NEON, as the operating system says.
 struct ArmFeatures {
-  bool has_dot = false, has_i8mm = false, has_bf16 = false;
+  bool has_dot = false, has_i8mm = false, has_bf16 = false, has_sve256 = false;
 
   ArmFeatures() {
 #if defined(__linux__)
@@ -86,6 +92,11 @@ struct ArmFeatures {
     has_dot = (first & kDotProduct) != 0;
     has_i8mm = (second & kI8mm) != 0;
     has_bf16 = (second & kBf16) != 0;
+    // SVE with the same products, and vectors of 256 bits (PR_SVE_GET_VL: bytes, below flags).
+    constexpr unsigned long kSve = 1ul << 22, kSveI8mm = 1ul << 9, kSveBf16 = 1ul << 12;
+    const bool has_sve = (first & kSve) != 0 && (second & kSveI8mm) != 0 && (second & kSveBf16) != 0;
+    constexpr int kGetVectorLength = 51;
+    has_sve256 = has_sve && (prctl(kGetVectorLength) & 0xffff) == 32;
 #elif defined(__APPLE__)
     has_dot = has("hw.optional.arm.FEAT_DotProd");
     has_i8mm = has("hw.optional.arm.FEAT_I8MM");
@@ -133,9 +144,12 @@ struct Variants {
 #endif
 #elif defined(__aarch64__)
     const ArmFeatures features;
-    best_first[0] = {&neon_i8mm::table, features.has_dot && features.has_i8mm && features.has_bf16};
-    best_first[1] = {&neon_dot::table, features.has_dot};
-    best_first[2] = {&neon::table, true};
+#if defined(QUIRE_HAS_SVE)
+    best_first[0] = {&sve256::table, features.has_sve256};
+#endif
+    best_first[1] = {&neon_i8mm::table, features.has_dot && features.has_i8mm && features.has_bf16};
+    best_first[2] = {&neon_dot::table, features.has_dot};
+    best_first[3] = {&neon::table, true};
 #endif
     best_first[6] = {&portable::table, true};
     for (const Variant& variant : best_first) {

@@ -13,7 +13,7 @@ native: Any = getattr(kernels.backend_for("cpu"), "native", None)
 ISAS: list[str] = ["reference"] if native is None else native.available_isas()
 
 # the variants whose attention rounds probabilities to bfloat16, where the cache is made of it
-PAIRED_ISAS = ("avx512_bf16", "amx", "neon_i8mm")
+PAIRED_ISAS = ("avx512_bf16", "amx", "neon_i8mm", "sve256")
 
 needs_native = pytest.mark.skipif(native is None, reason="the native extension is not in use")
 

@@ -84,25 +84,34 @@ QUIRE_INLINE void in_order(i32& low, i32& high) {
   low = (i32)_mm256_permute2x128_si256(a, b, 0x20);
   high = (i32)_mm256_permute2x128_si256(a, b, 0x31);
 }
-#elif defined(QUIRE_SIMD_NEON)
-// Already in order. Fewer than 2 W elements are read by way of zeros.
-QUIRE_INLINE int16x8_t load_halves_of_pairs(const int8_t* p, int64_t n) {
-  if (n == 2 * W) return vmovl_s8(vld1_s8(p));
+#elif defined(QUIRE_ARM)
+// Already in order.
+#if defined(QUIRE_SIMD_SVE)
+QUIRE_INLINE halves load_halves_of_pairs(const int8_t* p, int64_t n) {
+  return (halves)svld1sb_s16(svwhilelt_b16(int64_t{0}, n), p);
+}
+QUIRE_INLINE halves load_halves_of_pairs(const bf16* p, int64_t n) {
+  return (halves)svreinterpret_s16_u16(svld1_u16(svwhilelt_b16(int64_t{0}, n), &p->bits));
+}
+#else  // fewer than 2 W elements are read by way of zeros
+QUIRE_INLINE halves load_halves_of_pairs(const int8_t* p, int64_t n) {
+  if (n == 2 * W) return (halves)vmovl_s8(vld1_s8(p));
   int8_t bytes[2 * W] = {};
   std::memcpy(bytes, p, static_cast<size_t>(n));
-  return vmovl_s8(vld1_s8(bytes));
+  return (halves)vmovl_s8(vld1_s8(bytes));
 }
-QUIRE_INLINE int16x8_t load_halves_of_pairs(const bf16* p, int64_t n) {
-  if (n == 2 * W) return vreinterpretq_s16_u16(vld1q_u16(&p->bits));
+QUIRE_INLINE halves load_halves_of_pairs(const bf16* p, int64_t n) {
+  if (n == 2 * W) return (halves)load_lanes(p);
   bf16 elements[2 * W] = {};
   std::memcpy(elements, p, static_cast<size_t>(n) * sizeof *p);
-  return vreinterpretq_s16_u16(vld1q_u16(&elements->bits));
+  return (halves)load_lanes(elements);
 }
+#endif
 template <typename C>
 QUIRE_INLINE void pair_rows(const C* a, const C* b, int64_t n, i32& low, i32& high) {
-  const int16x8_t row_a = load_halves_of_pairs(a, n), row_b = load_halves_of_pairs(b, n);
-  low = (i32)vzip1q_s16(row_a, row_b);
-  high = (i32)vzip2q_s16(row_a, row_b);
+  const halves row_a = load_halves_of_pairs(a, n), row_b = load_halves_of_pairs(b, n);
+  low = (i32)interleave<0>(row_a, row_b, std::make_index_sequence<2 * W>());
+  high = (i32)interleave<1>(row_a, row_b, std::make_index_sequence<2 * W>());
 }
 QUIRE_INLINE void in_order(i32&, i32&) {}
 #else

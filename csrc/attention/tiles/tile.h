@@ -10,8 +10,8 @@
 #include "isa/rows.h"
 #include "isa/simd.h"
 #include "isa/x86/amx.h"
-#if defined(QUIRE_NEON_I8MM)
-#include "attention/tiles/neon_keys.h"
+#if defined(QUIRE_ARM_I8MM)
+#include "attention/tiles/arm_keys.h"
 #endif
 
 namespace quire::QUIRE_ISA {
@@ -19,7 +19,7 @@ namespace quire::QUIRE_ISA {
 constexpr float kInfinity = __builtin_inff();
 constexpr float kTiny = 1e-30f;  // what is no larger is taken for zero, so that its inverse is finite
 
-#if defined(QUIRE_SIMD_AVX512) || defined(QUIRE_SIMD_NEON)
+#if defined(QUIRE_SIMD_AVX512) || defined(QUIRE_ARM)
 constexpr bool kHas32Registers = true;
 #else
 constexpr bool kHas32Registers = false;
@@ -72,7 +72,7 @@ struct PlainKeyLane : Lane<C> {
 template <typename C>
 struct KeyLane : PlainKeyLane<C> {};
 
-#if defined(QUIRE_NEON_I8MM)
+#if defined(QUIRE_ARM_I8MM)
 template <>
 struct KeyLane<int8_t> : ByteKeys {};
 #else

@@ -1,5 +1,5 @@
 #define QUIRE_ISA neon_i8mm
 #define QUIRE_SIMD_NEON
-#define QUIRE_NEON_DOT
-#define QUIRE_NEON_I8MM
+#define QUIRE_ARM_DOT
+#define QUIRE_ARM_I8MM
 #include "isa/make_table.h"

@@ -1,5 +1,5 @@
-// 128-bit vectors of 64-bit Arm. Two macros of the variant say what it may use: QUIRE_NEON_DOT the dot products of
-// bytes (FEAT_DotProd), QUIRE_NEON_I8MM also products of matrices of bytes and of bf16 (FEAT_I8MM, FEAT_BF16).
+// 128-bit vectors of 64-bit Arm. Two macros of the variant say what it may use: QUIRE_ARM_DOT the dot products of
+// bytes (FEAT_DotProd), QUIRE_ARM_I8MM also products of matrices of bytes and of bf16 (FEAT_I8MM, FEAT_BF16).
 #pragma once
 
 #include <arm_neon.h>
@@ -14,7 +14,7 @@ typedef uint16_t u16x4 __attribute__((vector_size(8)));
 QUIRE_INLINE f32 widen(u16x4 v) { return (f32)vshll_n_u16((uint16x4_t)v, 16); }
 
 QUIRE_INLINE u16x4 narrow(f32 v) {
-#if defined(QUIRE_NEON_I8MM)
+#if defined(QUIRE_ARM_I8MM)
   return (u16x4)vcvt_bf16_f32((float32x4_t)v);
 #else
   const uint32x4_t bits = (uint32x4_t)v, odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
@@ -72,5 +72,41 @@ struct ByteTable {
   QUIRE_MEMBER explicit ByteTable(const uint8_t* sixteen) : bytes(vld1q_u8(sixteen)) {}
   QUIRE_MEMBER i32 look_up(i32 indices) const { return (i32)vqtbl1q_u8(bytes, (uint8x16_t)indices); }
 };
+
+// Eight bytes of a row, and those of two rows one behind the other (in each 128 bits).
+typedef int8x8_t Eight;
+QUIRE_INLINE Eight eight_of(uint64_t bits) { return vcreate_s8(bits); }
+QUIRE_INLINE i32 side_by_side(Eight a, Eight b) { return (i32)vcombine_s8(a, b); }
+
+// What is added to each lane, or to a matrix of 2 x 2 in each 128 bits:
+//   add_signed_fours(sum, a, b)   four products of signed bytes
+//   add_fours(sum, a, b)          four products of unsigned and signed bytes
+//   add_four<kFour>(sum, a, b)    the same, where the signed ones are the first or the second four of eight
+//   add_matrices(sums, a, b)      a of 2 x 8 unsigned bytes times b of 8 x 2 signed ones; or 2 x 4 bf16 times 4 x 2;
+//                                 b's columns lie one behind the other
+//   add_pairs(sum, a, b)          two products of bf16
+#if defined(QUIRE_ARM_DOT)
+QUIRE_INLINE i32 add_signed_fours(i32 sum, i32 a, i32 b) {
+  return (i32)vdotq_s32((int32x4_t)sum, (int8x16_t)a, (int8x16_t)b);
+}
+#endif
+#if defined(QUIRE_ARM_I8MM)
+QUIRE_INLINE i32 add_fours(i32 sum, i32 a, i32 b) {
+  return (i32)vusdotq_s32((int32x4_t)sum, (uint8x16_t)a, (int8x16_t)b);
+}
+template <int kFour>
+QUIRE_INLINE i32 add_four(i32 sum, i32 a, Eight b) {
+  return (i32)vusdotq_lane_s32((int32x4_t)sum, (uint8x16_t)a, b, kFour);
+}
+QUIRE_INLINE i32 add_matrices(i32 sums, i32 a, i32 b) {
+  return (i32)vusmmlaq_s32((int32x4_t)sums, (uint8x16_t)a, (int8x16_t)b);
+}
+QUIRE_INLINE f32 add_matrices(f32 sums, i32 a, i32 b) {
+  return (f32)vbfmmlaq_f32((float32x4_t)sums, (bfloat16x8_t)a, (bfloat16x8_t)b);
+}
+QUIRE_INLINE f32 add_pairs(f32 sum, i32 a, i32 b) {
+  return (f32)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+}
+#endif
 
 }  // namespace quire::QUIRE_ISA

@@ -30,7 +30,7 @@ struct TileShape {
 constexpr TileShape kTileShape = {12, 2, 2};
 #elif defined(QUIRE_SIMD_AVX512)
 constexpr TileShape kTileShape = {12, 2, 8};
-#elif defined(QUIRE_NEON_I8MM)
+#elif defined(QUIRE_ARM_I8MM)
 constexpr TileShape kTileShape = {6, 4, 4};
 #elif defined(QUIRE_SIMD_NEON)
 constexpr TileShape kTileShape = {5, 4, 8};

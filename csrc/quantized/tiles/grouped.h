@@ -3,8 +3,8 @@
 #pragma once
 
 #include "quantized/tiles/tile.h"
-#if defined(QUIRE_SIMD_NEON)
-#include "quantized/tiles/neon.h"
+#if defined(QUIRE_ARM)
+#include "quantized/tiles/arm.h"
 #endif
 
 namespace quire::QUIRE_ISA {
@@ -238,21 +238,21 @@ static RunTile* quantized_tile(const QuantizedFormat& format, bool is_plain, boo
   if (format.bits == 5) return small_tile<SumsOf<5, false>>(format, is_plain, rows, vectors);
   return small_tile<SumsOf<6, false>>(format, is_plain, rows, vectors);  // 4 bits are added likewise
 }
-#elif defined(QUIRE_SIMD_NEON)
+#elif defined(QUIRE_ARM)
 static RunTile* quantized_tile(const QuantizedFormat& format, bool is_plain, bool has_halves, int64_t rows,
                                int64_t vectors) {
   constexpr bool kLess = kBytesAreLess;
-  if (format.group > QuantizedShape::kBlock) return tile_function<NeonTile<8, false, 0, kLess>>(rows, vectors);
-  if (has_halves) return tile_function<NeonTile<4, false, 32, false>>(rows, vectors);
-  if (has_bytes(format) && is_plain) return tile_function<NeonTile<8, false, 32, kLess>>(rows, vectors);
-  if (has_bytes(format)) return tile_function<NeonTile<4, true, 32, kLess>>(rows, vectors);
+  if (format.group > QuantizedShape::kBlock) return tile_function<ArmTile<8, false, 0, kLess>>(rows, vectors);
+  if (has_halves) return tile_function<ArmTile<4, false, 32, false>>(rows, vectors);
+  if (has_bytes(format) && is_plain) return tile_function<ArmTile<8, false, 32, kLess>>(rows, vectors);
+  if (has_bytes(format)) return tile_function<ArmTile<4, true, 32, kLess>>(rows, vectors);
   if (format.group == 16) {
-    if (is_plain) return tile_function<NeonTile<8, false, 16, false>>(rows, vectors);
-    if (format.bits == 6) return tile_function<NeonTile<6, false, 16, false>>(rows, vectors);
-    return tile_function<NeonTile<4, false, 16, false>>(rows, vectors);
+    if (is_plain) return tile_function<ArmTile<8, false, 16, false>>(rows, vectors);
+    if (format.bits == 6) return tile_function<ArmTile<6, false, 16, false>>(rows, vectors);
+    return tile_function<ArmTile<4, false, 16, false>>(rows, vectors);
   }
-  if (is_plain) return tile_function<NeonTile<8, false, 32, false>>(rows, vectors);
-  return tile_function<NeonTile<5, false, 32, false>>(rows, vectors);
+  if (is_plain) return tile_function<ArmTile<8, false, 32, false>>(rows, vectors);
+  return tile_function<ArmTile<5, false, 32, false>>(rows, vectors);
 }
 #else
 static RunTile* quantized_tile([[maybe_unused]] const QuantizedFormat& format, [[maybe_unused]] bool is_plain,

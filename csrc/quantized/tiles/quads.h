@@ -104,7 +104,7 @@ QUIRE_INLINE int32_t start_of_halves(f32 values, int zero) {
 template <int kBits, bool kIsWhole>
 using SumsOf = SmallSums<kBits, kIsWhole>;
 
-#elif defined(QUIRE_SIMD_NEON)
+#elif defined(QUIRE_ARM)
 // Weights become signed bytes, unless unsigned ones can be multiplied by signed ones: those of 8 bits less 128, the
 // others as they are.
 template <bool kIsLess>
@@ -116,10 +116,10 @@ struct LaneSums : WholeQuads {
   }
   // x: two fours of values, of which `kFour` is multiplied.
   template <int kFour>
-  QUIRE_INLINE i32 add_four(i32 sum, i32 w, int8x8_t x) {
-#if defined(QUIRE_NEON_I8MM)
-    return (i32)vusdotq_lane_s32((int32x4_t)sum, (uint8x16_t)w, x, kFour);
-#elif defined(QUIRE_NEON_DOT)
+  QUIRE_INLINE i32 add_four(i32 sum, i32 w, Eight x) {
+#if defined(QUIRE_ARM_I8MM)
+    return quire::QUIRE_ISA::add_four<kFour>(sum, w, x);
+#elif defined(QUIRE_ARM_DOT)
     return (i32)vdotq_lane_s32((int32x4_t)sum, (int8x16_t)w, x, kFour);
 #else  // two products are within 2 * 128 * 127 = 32512
     const int8x16_t quad = (int8x16_t)vdupq_lane_s32((int32x2_t)x, kFour), bytes = (int8x16_t)w;
@@ -127,11 +127,17 @@ struct LaneSums : WholeQuads {
     return (i32)vpadalq_s16((int32x4_t)sum, vpaddq_s16(low, high));
 #endif
   }
-  QUIRE_INLINE i32 add(i32 sum, i32 w, i32 x) { return add_four<0>(sum, w, vget_low_s8((int8x16_t)x)); }
+  QUIRE_INLINE i32 add(i32 sum, i32 w, i32 x) {
+#if defined(QUIRE_ARM_I8MM)
+    return add_fours(sum, w, x);
+#else
+    return add_four<0>(sum, w, vget_low_s8((int8x16_t)x));
+#endif
+  }
   QUIRE_INLINE i32 total(i32 sum, i32) { return sum; }
 };
 
-#if defined(QUIRE_NEON_I8MM)
+#if defined(QUIRE_ARM_I8MM)
 constexpr bool kBytesAreLess = false;
 #else
 constexpr bool kBytesAreLess = true;
@@ -175,11 +181,11 @@ QUIRE_INLINE void add_parts(i32 (&acc)[R][G], const i32 (&bytes)[N], const RowAd
 // next, and of many sums those of two vectors of columns at a time.
 template <typename Sums, int kFirst = 0, int R, int G, typename Load>
 QUIRE_INLINE void add_quads(i32 (&acc)[R][G], const RowAddresses<R>& x, int64_t at, const Load& load) {
-  constexpr int N = W == 8 && R * G > 8 ? 2 : G;
+  constexpr int N = kIsAvx2 && R * G > 8 ? 2 : G;
   i32 bytes[N];
   QUIRE_UNROLL
   for (int g = 0; g < N; ++g) bytes[g] = load(kFirst + g);
-  if constexpr (Sums::kParts > 1 && W != 8) {
+  if constexpr (Sums::kParts > 1 && !kIsAvx2) {
     add_parts<Sums, kFirst, 0, 1>(acc, bytes, x, at);
   } else {
     add_parts<Sums, kFirst, 0>(acc, bytes, x, at);

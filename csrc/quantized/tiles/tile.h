@@ -12,8 +12,8 @@ constexpr int kPanelVectors = kTileShape.most < kVectorsPerPanel ? kTileShape.mo
 constexpr TileShape kByteShape = {6, 2, kPanelVectors}, kGroupedShape = {6, 2, kPanelVectors};
 #elif defined(QUIRE_SIMD_AVX2)
 constexpr TileShape kByteShape = {4, 2, kPanelVectors}, kGroupedShape = {4, 2, kPanelVectors};
-#elif defined(QUIRE_SIMD_NEON)
-#if defined(QUIRE_NEON_DOT)
+#elif defined(QUIRE_ARM)
+#if defined(QUIRE_ARM_DOT)
 constexpr TileShape kByteShape = kTileShape, kGroupedShape = kTileShape;
 #else
 constexpr TileShape kByteShape = {4, 4, kPanelVectors}, kGroupedShape = kByteShape;
@@ -24,7 +24,7 @@ constexpr TileShape kGroupedShape = {kTileRows < 8 ? kTileRows : 8, kTileShape.v
 #endif
 
 // Whether small groups are unpacked in registers.
-#if defined(__AVX512VNNI__) || defined(QUIRE_SIMD_AVX2) || defined(QUIRE_SIMD_NEON)
+#if defined(__AVX512VNNI__) || defined(QUIRE_SIMD_AVX2) || defined(QUIRE_ARM)
 constexpr bool kUnpacksInRegisters = true;
 #else
 constexpr bool kUnpacksInRegisters = false;

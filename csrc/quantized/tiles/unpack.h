@@ -14,7 +14,7 @@ constexpr int64_t kPieceK = 512, kLongPieceK = W == 16 ? 1024 : kPieceK, kFewest
 constexpr int64_t kPieceGroups = kPieceK / 16, kMostPieceGroups = kLongPieceK / 16;
 
 // As kBytesAhead, in one panel.
-constexpr int64_t kPanelAhead = W == 8 ? 2 * kBytesAhead : kBytesAhead;
+constexpr int64_t kPanelAhead = kIsAvx2 ? 2 * kBytesAhead : kBytesAhead;
 
 // Whether small groups' tiles ask for a panel's fields and integers in the order in which they lie, some with each
 // group, instead of all fields at once, which keeps what is multiplied waiting; and how far ahead of the integers.
@@ -43,6 +43,12 @@ QUIRE_INLINE f32 load_halves(const char* p) {
   uint16x4_t halves;
   std::memcpy(&halves, p, sizeof halves);
   return (f32)vcvt_f32_f16(vreinterpret_f16_u16(halves));
+}
+#elif defined(QUIRE_SIMD_SVE)
+constexpr bool kHasHalves = true;
+QUIRE_INLINE f32 load_halves(const char* p) {
+  const svint32_t halves = (svint32_t)load_integers<u16_lanes>(p);
+  return (f32)svcvt_f32_f16_x(all_lanes(), svreinterpret_f16_s32(halves));
 }
 #else
 constexpr bool kHasHalves = false;
@@ -183,7 +189,7 @@ struct PanelReader {
     const bool is_half = kHasHalves && format.scale == Number::kHalf;
     const bool is_read = is_half || (format.scale == Number::kBFloat && (kHasHalves || format.min == Number::kNone));
     const bool is_even = (groups_per_number & (groups_per_number - 1)) == 0 && (kHasHalves || groups_per_number == 1);
-    const bool is_cheap = W != 8 || !format.has_steps;  // small tiles would make the same scale too often
+    const bool is_cheap = !kIsAvx2 || !format.has_steps;  // small tiles would make the same scale too often
     if (!is_read || !is_even || !is_cheap || (reads_mins && format.min == Number::kZeroPoint)) return {};
     return {panel, format.has_steps ? panel + steps_at : nullptr, is_half,
             __builtin_ctzll(uint64_t(groups_per_number))};

@@ -18,7 +18,7 @@ from quire.kernels.backends.shapes import ShapesBackend
 
 ISAS = (
     *("portable", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"),
-    *("neon", "neon_dot", "neon_i8mm", "reference"),
+    *("neon", "neon_dot", "neon_i8mm", "sve256", "reference"),
 )
 
 
@@ -90,8 +90,8 @@ register_backend("meta", ShapesBackend(backend_for("cpu")))
 
 
 def isa() -> str:
-    """The variant of the CPU's kernels: amx, avx512_bf16, avx512_vnni, avx512, avx_vnni, avx2, neon_i8mm, neon_dot,
-    neon, portable or reference."""
+    """The variant of the CPU's kernels: amx, avx512_bf16, avx512_vnni, avx512, avx_vnni, avx2, sve256, neon_i8mm,
+    neon_dot, neon, portable or reference."""
     return backend_for("cpu").isa
 
 

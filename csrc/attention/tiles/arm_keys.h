@@ -12,8 +12,7 @@ struct ByteKeys {
   using Vector = i32;
   using Sum = i32;
   struct Four {
-    uint8x16_t lower;
-    int8x16_t upper;
+    i32 lower, upper;
   };
   static constexpr int64_t kPack = 4, kScaleLanes = 2;
   QUIRE_INLINE void store_query(int16_t* query, int64_t i, int32_t value) {
@@ -22,10 +21,9 @@ struct ByteKeys {
     four[4 + i % 4] = uint8_t(value >> 8);
   }
   QUIRE_INLINE Vector load(const int8_t* p) { return load_lanes(p); }
-  QUIRE_INLINE Four broadcast(const int16_t* p) { return {(uint8x16_t)set1_lane(p), (int8x16_t)set1_lane(p + 2)}; }
+  QUIRE_INLINE Four broadcast(const int16_t* p) { return {set1_lane(p), set1_lane(p + 2)}; }
   QUIRE_INLINE i32 dot(i32 acc, Vector key, const Four& query) {
-    const int32x4_t upper = vdotq_s32(vdupq_n_s32(0), query.upper, (int8x16_t)key);
-    return (i32)vusdotq_s32((int32x4_t)(acc + ((i32)upper << 8)), query.lower, (int8x16_t)key);
+    return add_fours(acc + (add_signed_fours(i32{}, query.upper, key) << 8), query.lower, key);
   }
   QUIRE_INLINE f32 score(i32 sum, f32 scale, const float* key_scales) {
     return __builtin_convertvector(sum, f32) * (scale * quire::QUIRE_ISA::load(key_scales));

@@ -22,8 +22,8 @@ struct MatrixSums {
       for (int g = 0; g < G; ++g) {
         const f32 first = sums == nullptr ? set1(0) : load(sums + 2 * p * stride + g * W);
         const f32 second = sums == nullptr ? set1(0) : load(sums + other(p) * stride + g * W);
-        acc[p][2 * g] = (f32)vzip1q_f32((float32x4_t)first, (float32x4_t)second);
-        acc[p][2 * g + 1] = (f32)vzip2q_f32((float32x4_t)first, (float32x4_t)second);
+        acc[p][2 * g] = as_float(interleave<0>(as_int(first), as_int(second)));
+        acc[p][2 * g + 1] = as_float(interleave<1>(as_int(first), as_int(second)));
       }
     }
   }
@@ -33,9 +33,9 @@ struct MatrixSums {
     for (int p = 0; p < kPairs; ++p) {
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) {
-        const float32x4_t low = (float32x4_t)acc[p][2 * g], high = (float32x4_t)acc[p][2 * g + 1];
-        store(sums + 2 * p * stride + g * W, (f32)vuzp1q_f32(low, high));
-        if (2 * p + 1 < R) store(sums + (2 * p + 1) * stride + g * W, (f32)vuzp2q_f32(low, high));
+        const i32 low = as_int(acc[p][2 * g]), high = as_int(acc[p][2 * g + 1]);
+        store(sums + 2 * p * stride + g * W, as_float(every_other<0>(low, high)));
+        if (2 * p + 1 < R) store(sums + (2 * p + 1) * stride + g * W, as_float(every_other<1>(low, high)));
       }
     }
   }
@@ -43,34 +43,30 @@ struct MatrixSums {
   // += four values of each row times two units of each column; or (kIsHalf) two values and one unit, and zeros.
   template <bool kIsHalf>
   QUIRE_MEMBER void add(const bf16* x, int64_t x_stride, const char* units) {
-    uint16x8_t rows[kPairs];
+    i32 rows[kPairs];
     QUIRE_UNROLL
     for (int p = 0; p < kPairs; ++p) {
-      rows[p] = vcombine_u16(load_row<kIsHalf>(x + 2 * p * x_stride), load_row<kIsHalf>(x + other(p) * x_stride));
+      rows[p] = side_by_side(load_row<kIsHalf>(x + 2 * p * x_stride), load_row<kIsHalf>(x + other(p) * x_stride));
     }
     QUIRE_UNROLL
     for (int g = 0; g < G; ++g) {
-      const int32x4_t first = (int32x4_t)load_lanes(units + g * W * kUnitBytes);
-      const int32x4_t second =
-          kIsHalf ? vdupq_n_s32(0) : (int32x4_t)load_lanes(units + kUnitRowBytes + g * W * kUnitBytes);
-      const bfloat16x8_t low = vreinterpretq_bf16_s32(vzip1q_s32(first, second));
-      const bfloat16x8_t high = vreinterpretq_bf16_s32(vzip2q_s32(first, second));
+      const i32 first = load_lanes(units + g * W * kUnitBytes);
+      const i32 second = kIsHalf ? i32{} : load_lanes(units + kUnitRowBytes + g * W * kUnitBytes);
+      const i32 low = interleave<0>(first, second), high = interleave<1>(first, second);
       QUIRE_UNROLL
       for (int p = 0; p < kPairs; ++p) {
-        const bfloat16x8_t row = vreinterpretq_bf16_u16(rows[p]);
-        acc[p][2 * g] = (f32)vbfmmlaq_f32((float32x4_t)acc[p][2 * g], low, row);
-        acc[p][2 * g + 1] = (f32)vbfmmlaq_f32((float32x4_t)acc[p][2 * g + 1], high, row);
+        acc[p][2 * g] = add_matrices(acc[p][2 * g], low, rows[p]);
+        acc[p][2 * g + 1] = add_matrices(acc[p][2 * g + 1], high, rows[p]);
       }
     }
   }
 
  private:
   template <bool kIsHalf>
-  QUIRE_MEMBER static uint16x4_t load_row(const bf16* x) {
-    if constexpr (!kIsHalf) return vld1_u16(&x->bits);
-    uint32_t pair;
-    std::memcpy(&pair, x, sizeof pair);
-    return vcreate_u16(pair);
+  QUIRE_MEMBER static Eight load_row(const bf16* x) {
+    std::conditional_t<kIsHalf, uint32_t, uint64_t> bits;
+    std::memcpy(&bits, x, sizeof bits);
+    return eight_of(bits);
   }
 };
 

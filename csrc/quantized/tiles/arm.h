@@ -6,54 +6,54 @@
 
 namespace quire::QUIRE_ISA {
 
+QUIRE_INLINE Eight load_eight(const char* p) {
+  uint64_t bits;
+  std::memcpy(&bits, p, sizeof bits);
+  return eight_of(bits);
+}
+
 // Sums of the products of R quantized rows and G vectors of columns, in registers. `x` are eight values of each row,
 // `first` and `second` the weights of two units.
-#if defined(QUIRE_NEON_I8MM)
-// Two rows at a time, by matrices of 2 x 8 times 8 x 2 (usmmla of FEAT_I8MM): one register holds the sums of two
-// columns and two rows, the rows of a column side by side. The last of an odd number of rows has registers of its own.
+#if defined(QUIRE_ARM_I8MM)
+// Two rows at a time, by matrices of 2 x 8 times 8 x 2 (usmmla of FEAT_I8MM): 128 bits hold the sums of two columns and
+// two rows, the rows of a column side by side. The last of an odd number of rows has registers of its own.
 template <int R, int G, bool>
 struct TileSums {
   static constexpr int kPairs = R / 2;
   static constexpr bool kHasLast = R % 2 == 1;
-  i32 pairs[kPairs + 1][2 * G], last[G];
-  int8x16_t x_pairs[kPairs + 1];
-  int8x8_t x_last;
+  i32 pairs[kPairs + 1][2 * G], last[G], x_pairs[kPairs + 1];
+  Eight x_last;
 
   QUIRE_MEMBER void begin(const char* lacks, int64_t row_bytes) {
     QUIRE_UNROLL
     for (int p = 0; p < kPairs; ++p) {
-      const int32x4_t both[2] = {(int32x4_t)set1_lane(lacks + 2 * p * row_bytes),
-                                 (int32x4_t)set1_lane(lacks + (2 * p + 1) * row_bytes)};
+      const i32 both = interleave<0>(set1_lane(lacks + 2 * p * row_bytes), set1_lane(lacks + (2 * p + 1) * row_bytes));
       QUIRE_UNROLL
-      for (int i = 0; i < 2 * G; ++i) pairs[p][i] = (i32)vzip1q_s32(both[0], both[1]);
+      for (int i = 0; i < 2 * G; ++i) pairs[p][i] = both;
     }
     QUIRE_UNROLL
     for (int g = 0; g < G && kHasLast; ++g) last[g] = set1_lane(lacks + (R - 1) * row_bytes);
   }
   QUIRE_MEMBER void load_x(const char* x, int64_t row_bytes) {
-    const auto row = [&](int r) __attribute__((always_inline)) {
-      return vld1_s8(reinterpret_cast<const int8_t*>(x + r * row_bytes));
-    };
-    QUIRE_UNROLL
-    for (int p = 0; p < kPairs; ++p) x_pairs[p] = vcombine_s8(row(2 * p), row(2 * p + 1));
-    if constexpr (kHasLast) x_last = row(R - 1);
-  }
-  QUIRE_MEMBER void add(int g, i32 first, i32 second) {
-    const uint8x16_t low = (uint8x16_t)vzip1q_s32((int32x4_t)first, (int32x4_t)second);
-    const uint8x16_t high = (uint8x16_t)vzip2q_s32((int32x4_t)first, (int32x4_t)second);
     QUIRE_UNROLL
     for (int p = 0; p < kPairs; ++p) {
-      pairs[p][2 * g] = (i32)vusmmlaq_s32((int32x4_t)pairs[p][2 * g], low, x_pairs[p]);
-      pairs[p][2 * g + 1] = (i32)vusmmlaq_s32((int32x4_t)pairs[p][2 * g + 1], high, x_pairs[p]);
+      x_pairs[p] = side_by_side(load_eight(x + 2 * p * row_bytes), load_eight(x + (2 * p + 1) * row_bytes));
     }
-    if constexpr (kHasLast) {
-      last[g] = ByteSums::add_four<1>(ByteSums::add_four<0>(last[g], first, x_last), second, x_last);
+    if constexpr (kHasLast) x_last = load_eight(x + (R - 1) * row_bytes);
+  }
+  QUIRE_MEMBER void add(int g, i32 first, i32 second) {
+    const i32 low = interleave<0>(first, second), high = interleave<1>(first, second);
+    QUIRE_UNROLL
+    for (int p = 0; p < kPairs; ++p) {
+      pairs[p][2 * g] = add_matrices(pairs[p][2 * g], low, x_pairs[p]);
+      pairs[p][2 * g + 1] = add_matrices(pairs[p][2 * g + 1], high, x_pairs[p]);
     }
+    if constexpr (kHasLast) last[g] = add_four<1>(add_four<0>(last[g], first, x_last), second, x_last);
   }
   QUIRE_MEMBER i32 total(int r, int g) const {
     if (r / 2 == kPairs) return last[g];
-    const int32x4_t low = (int32x4_t)pairs[r / 2][2 * g], high = (int32x4_t)pairs[r / 2][2 * g + 1];
-    return (i32)(r % 2 == 0 ? vuzp1q_s32(low, high) : vuzp2q_s32(low, high));
+    const i32 low = pairs[r / 2][2 * g], high = pairs[r / 2][2 * g + 1];
+    return r % 2 == 0 ? every_other<0>(low, high) : every_other<1>(low, high);
   }
 };
 #else
@@ -61,7 +61,7 @@ template <int R, int G, bool kIsLess>
 struct TileSums {
   using Sums = LaneSums<kIsLess>;
   i32 acc[R][G];
-  int8x8_t rows[R];
+  Eight rows[R];
 
   QUIRE_MEMBER void begin(const char* lacks, int64_t row_bytes) {
     QUIRE_UNROLL
@@ -72,7 +72,7 @@ struct TileSums {
   }
   QUIRE_MEMBER void load_x(const char* x, int64_t row_bytes) {
     QUIRE_UNROLL
-    for (int r = 0; r < R; ++r) rows[r] = vld1_s8(reinterpret_cast<const int8_t*>(x + r * row_bytes));
+    for (int r = 0; r < R; ++r) rows[r] = load_eight(x + r * row_bytes);
   }
   QUIRE_MEMBER void add(int g, i32 first, i32 second) {
     const i32 w[2] = {Sums::weights(first), Sums::weights(second)};
@@ -89,7 +89,7 @@ struct TileSums {
 // Groups of kGroup (0: one group, of all columns) integers as they are stored, or of bytes. Their sums stay in memory:
 // registers are for the products of all rows with a group. kIsLess: see LaneSums.
 template <int kBits, bool kHasTable, int kGroup, bool kIsLess>
-struct NeonTile {
+struct ArmTile {
   static constexpr TileShape kShape = kGroup == 0 ? kByteShape : kGroupedShape;
   static constexpr int64_t kBlockBytes = kBits * kUnitRowBytes;
   static constexpr int kLines(int vectors) { return (vectors * W * int(kUnitBytes) + 63) / 64; }
