@@ -17,7 +17,7 @@ from quire.text.tokenizer.tokenizer import Tokenizer
 from .door import Door
 
 COUNTS = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"num_blocks": 8}
-COUNTS |= {"prefix_cache": {}, "adapters": {}, "drafts": {}, "tenant_drafts": {}}
+COUNTS |= {"prefix_cache": {}, "adapters": {}, "drafts": {}, "tenant_drafts": {}, "drafting_errors": {}}
 SHORT = SamplingParams(max_tokens=3)
 
 

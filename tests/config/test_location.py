@@ -67,7 +67,7 @@ def test_what_is_neither_a_folder_nor_a_gguf_file_is_refused(tmp_path: Path, nam
     ],
 )
 def test_a_name_that_no_file_can_have_is_refused(name: str, reason: str) -> None:
-    message = f"^{re.escape(repr(name[:80]))} cannot be looked up as a file or folder: {reason}$"
+    message = f"^(speculative_config: )?{re.escape(repr(name[:80]))} cannot be looked up as a file or folder: {reason}$"
     for given in ({"model": name}, {"tokenizer": name}, {"speculative_config": {"model": name}}):
         with pytest.raises(CheckpointError, match=message):
             EngineArgs(**given).resolve()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from quire import ConfigError, EngineArgs
+from quire import CheckpointError, ConfigError, EngineArgs
 from quire.config import speculative
 from quire.config.model import ModelConfig
 from quire.config.speculative import METHODS, SpeculativeConfig, draft_model
@@ -42,16 +42,32 @@ def test_a_draft_model_may_be_quantized() -> None:
         ({"quantization": "int8"}, "quantization is for a draft model, and there is none"),
         ({"method": "ngram", "revision": "v1"}, "revision is for a draft model"),
         (
-            {"model": "quire-draft", "quantization": "int9"},
-            "^speculative_config: quantization='int9', did you mean 'int8'",
-        ),
-        (
             {"model": "quire-draft", "draft_tensor_parallel_size": 2},
             "draft_tensor_parallel_size=2: only 1 is supported",
         ),
     ):
         with pytest.raises(ConfigError, match=said):
             read(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": "quire-draft", "quantization": "int9"}, "quantization='int9', did you mean 'int8'"),
+        ({"model": "/nowhere"}, "there is no folder or file '/nowhere'"),
+        ({"model": "/nowhere", "method": "draft_model"}, "there is no folder or file '/nowhere'"),
+    ],
+)
+def test_what_is_wrong_with_a_draft_model_is_said_of_it(given: dict[str, str], said: str) -> None:
+    with pytest.raises((ConfigError, CheckpointError), match=f"^speculative_config: {said}"):
+        EngineArgs(speculative_config=given).resolve()
+
+
+def test_a_method_alone_may_be_given() -> None:
+    for given, method in ((False, "off"), ("off", "off"), ("ngram", "ngram")):
+        assert EngineArgs(speculative_config=given).resolve().speculative.method == method
+    with pytest.raises(ConfigError, match="speculative_config: method='onn'"):
+        EngineArgs(speculative_config="onn").resolve()
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """Another model drafts, with keys and values in the same blocks: outputs stay the same, whatever happens to blocks."""
 
+import json
 import random
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from quire import LLM, EngineArgs, SamplingParams
 from quire.common.batch import (
@@ -314,6 +318,42 @@ def test_a_draft_model_with_fewer_or_more_numbers_than_tokens(same, monkeypatch)
         monkeypatch.setattr(runner, "_vocab_sizes", sizes)
         (output,) = run(same.llm, [prompt], [params])
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """quire-tiny with 64 more numbers than tokens, with quire-tiny as the draft model."""
+    source = EMBEDDED_ROOT / "quire-tiny"
+    folder = tmp_path_factory.mktemp("padded") / "model"
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": VOCAB + 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in folder.glob("*.safetensors"):
+        tensors = {
+            name: torch.cat([x, x.new_zeros(64, *x.shape[1:])]) if len(x) == VOCAB else x
+            for name, x in load_file(file).items()
+        }
+        save_file(tensors, file)
+    return make("quire-tiny", model=str(folder))
+
+
+@pytest.mark.parametrize(
+    "about_last",
+    [
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.5, "min_tokens": 8, "stop_token_ids": [VOCAB + 9]},
+        {"logit_bias": {VOCAB + 9: -1.0}, "allowed_token_ids": [*range(1000), VOCAB + 9]},
+        {"allowed_token_ids": [VOCAB + 9]},
+    ],
+)
+def test_tokens_that_the_draft_model_lacks_cost_no_drafts(padded: LLM, about_last: dict[str, object]) -> None:
+    """Of requests that name them, and of requests beside these."""
+    prompts, drafting = [[*numbers(8, 19), VOCAB + 8], numbers(9, 20)], padded.engine.scheduler.drafting
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    before = drafting.stats["model"].num_tokens
+    run(padded, prompts, [msgspec.structs.replace(params, **about_last), params])
+    assert not drafting.num_errors
+    assert drafting.stats["model"].num_tokens > before + 12
 
 
 @pytest.mark.parametrize("num_seqs", [1, 2])

@@ -42,7 +42,7 @@ class Engine:
     def __init__(self) -> None:
         self.prefix = PrefixCacheStats()
         self.counts = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"num_blocks": 10}
-        self.counts |= {"adapters": {}, "drafts": {}, "tenant_drafts": {}}
+        self.counts |= {"adapters": {}, "drafts": {}, "tenant_drafts": {}, "drafting_errors": {}}
 
     @property
     def group(self) -> SimpleNamespace:
@@ -235,6 +235,7 @@ def test_adapters_are_counted_by_name(engine, metrics):
 def use_drafts(engine):
     engine.counts["drafts"] = {"prediction": DraftStats([3, 1], 4, 7), "own": DraftStats([2, 0], 2, 2)}
     engine.counts["tenant_drafts"] = {"team": DraftStats([5, 1], 6, 9)}
+    engine.counts["drafting_errors"] = {"model": 3, "": 1}
 
 
 def test_drafts_are_counted_by_drafter_and_position(engine, metrics):
@@ -259,6 +260,13 @@ def test_drafts_are_counted_by_drafter_and_position(engine, metrics):
         ("accepted_tokens_per_pos", "own", "0"): 2,
         ("accepted_tokens_per_pos", "own", "1"): 0,
     }
+
+
+def test_errors_that_cost_drafts_are_counted_by_drafter(engine, metrics):
+    use_drafts(engine)
+    text = metrics.render()[0].decode()
+    counts = dict(re.findall(r'quire:drafting_errors_total\{drafter="(\w*)".*\} (\d+)', text))
+    assert counts == {"model": "3", "": "1"}
 
 
 def test_several_models_share_families_and_differ_in_their_label(engine, clock):

@@ -49,7 +49,14 @@ class ListenedLLM(InProcessLLM):
     def stats(self) -> EngineStats:
         counts = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"num_blocks": 1}
         return EngineStats(
-            **counts | {"prefix_cache": PrefixCacheStats().to_dict(), "adapters": {}, "drafts": {}, "tenant_drafts": {}}
+            **counts
+            | {
+                "prefix_cache": PrefixCacheStats().to_dict(),
+                "adapters": {},
+                "drafts": {},
+                "tenant_drafts": {},
+                "drafting_errors": {},
+            }
         )
 
     async def generate(self, prompt, params, request_id: str, *, lora_request=None, holds=False):

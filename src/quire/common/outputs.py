@@ -210,6 +210,8 @@ class EngineStats:
     """By drafter, if any of its drafts was verified."""
     tenant_drafts: dict[str, DraftStats] = field(default_factory=dict)
     """The same by tenant: of the first ones of each engine, and of all others together."""
+    drafting_errors: dict[str, int] = field(default_factory=dict)
+    """By drafter, exceptions that cost drafts; those in no drafter under an empty name."""
 
     def __add__(self, other: EngineStats) -> EngineStats:
         """The statistics of two engines together."""

@@ -60,8 +60,9 @@ class _NamesChecked(type):
 
     def __call__(cls, **given: Any) -> Any:
         own = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        if given.get("speculative_config") is False:  # what YAML makes of `off`
-            given["speculative_config"] = {"method": "off"}
+        method = given.get("speculative_config")
+        if method is False or isinstance(method, str):  # YAML makes False of `off`
+            given["speculative_config"] = {"method": method or "off"}
         kept = translate("engine", {name: _plain(value) for name, value in given.items()}, own, ConfigError)
         if isinstance(modules := kept.get("lora_modules"), list | Mapping):
             kept["lora_modules"] = tuple(_listed_modules(modules))

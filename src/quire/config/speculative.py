@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.common.errors import ConfigError, check_choice, nearest_name
+from quire.common.errors import CheckpointError, ConfigError, check_choice, nearest_name
 from quire.common.log import logger
 from quire.config.checkpoint.draft_heads import own_head, resolve_head
 from quire.config.model import ModelConfig
-from quire.config.quantization import check_quantization
 
 PREDICTION = "prediction"
 SOURCES = (PREDICTION, "forced", "own", "recent")
@@ -150,7 +149,6 @@ class SpeculativeConfig:
             )
         if config.method != "draft_model":
             config.check_no_draft_model()
-        check_quantization(config.quantization, "speculative_config: ")
         ranks = config.draft_tensor_parallel_size
         if ranks != 1:
             raise ConfigError(f"speculative_config: draft_tensor_parallel_size={ranks}: only 1 is supported")
@@ -168,6 +166,15 @@ AUTOMATIC = SpeculativeConfig()
 def draft_model(model: ModelConfig, speculative: SpeculativeConfig, has_method: bool) -> ModelConfig | None:
     """Computes as the model does, and is quantized as its files are or `speculative` says. Raises ConfigError for
     drafts of any kind if the model pools. Without a method, the files tell whether they are a draft head's."""
+    try:
+        return _draft_model(model, speculative, has_method)
+    except (ConfigError, CheckpointError) as error:  # which name what is wrong as if it were the model's
+        if str(error).startswith("speculative_config"):
+            raise
+        raise type(error)(f"speculative_config: {error}") from error
+
+
+def _draft_model(model: ModelConfig, speculative: SpeculativeConfig, has_method: bool) -> ModelConfig | None:
     if model.runner != "generate" and speculative != AUTOMATIC and speculative.sources:
         raise ConfigError(
             f"speculative_config: {model.model} pools and generates nothing (runner={model.runner!r}), so there is "

@@ -125,6 +125,7 @@ _TENANT_DRAFTS: Mapping[str, tuple[str, Callable[[DraftStats], int]]] = {
     "quire:tenant_accepted_draft_tokens": ("Drafts that were right, by tenant", lambda d: d.num_accepted),
 }
 _DRAFTS_BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+_DRAFTING_ERRORS = "quire:drafting_errors"
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 
@@ -297,6 +298,8 @@ class EngineMetrics:
                 (labels, {key: count(drafts) for key, drafts in of.tenant_drafts.items()}) for labels, of in engines
             ]
             yield from _split(Counter, name, "tenant", by_tenant)
+        errors = [(labels, of.drafting_errors) for labels, of in engines]
+        yield from _split(Counter, _DRAFTING_ERRORS, "drafter", errors)
         for labels, of in engines:
             for drafter, drafts in of.drafts.items():
                 yield Vector(_DRAFTS_BY_POSITION, labels | {"drafter": drafter}, drafts.num_accepted_at)
@@ -332,6 +335,7 @@ HELP: Mapping[str, str] = {
     **{name: text for table in (_GAUGES, _COUNTERS) for name, (text, _) in table.items()},
     **{name: text for table in (_ADAPTERS, _DRAFTS, _TENANT_DRAFTS) for name, (text, *_) in table.items()},
     _DRAFTS_BY_POSITION: "Drafts that were right, by position among the drafts of a sequence, from 0",
+    _DRAFTING_ERRORS: "Exceptions that cost drafts and nothing else, by drafter; empty: in no drafter",
     "vllm:lora_requests_info": "LoRA adapters of unfinished requests in the labels; the value is the time",
     **{f"vllm:{name}": text for name, (text, _) in _HISTOGRAMS.items()},
     "vllm:request_success": "Finished requests, by reason",

@@ -32,4 +32,5 @@ def engine_stats(
         adapters=scheduler.adapters.stats(),
         drafts={name: counts.copy() for name, counts in drafts.items() if counts.num_drafts},
         tenant_drafts={name: counts.copy() for name, counts in tenant_drafts.items()},
+        drafting_errors={} if drafting is None else dict(drafting.num_errors),
     )

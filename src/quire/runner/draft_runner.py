@@ -155,7 +155,7 @@ class DraftRunner:
         if s.drawn is not None and ahead.num_drafts:
             accepted, history = accepted_tokens(s, drawn_ids)
             token_ids = ahead.unread + accepted
-            drawn = drawn_as_draft(s.drawn, history, self._vocab_sizes[0] < self._vocab_sizes[1])
+            drawn = drawn_as_draft(s.drawn, history, self._vocab_sizes[0])
         if self._vocab_sizes[0] < self._vocab_sizes[1]:  # numbers without a token that a caller may give
             token_ids = tuple([token_id if token_id < self._vocab_sizes[0] else 0 for token_id in token_ids])
         return ScheduledSequence(s.seq_id, token_ids, s.start - len(ahead.unread), s.block_tables, drawn)
@@ -212,10 +212,14 @@ def accepted_tokens(s: ScheduledSequence, drawn_ids: tuple[int, ...]) -> tuple[t
     return (*s.token_ids[: len(s.token_ids) - num_rejected], newest), history
 
 
-def drawn_as_draft(drawn: DrawnRows, history: TokenIds | None, reduces: bool) -> DrawnRows:
-    """The last row, of which the likeliest token is drawn, as `_as_draft` says."""
-    (draw,) = drawn.draws
-    return DrawnRows((_as_draft(draw, reduces),), drawn.num_prompt_tokens, 1, history)
+def drawn_as_draft(drawn: DrawnRows, history: TokenIds | None, vocab_size: int) -> DrawnRows:
+    """The last row, of which the likeliest token is drawn, as `_as_draft` says. Tokens that a smaller vocabulary does
+    not have are left out of the history."""
+    (draw,), num_prompt_tokens = drawn.draws, drawn.num_prompt_tokens
+    if history is not None and history.max(initial=0) >= vocab_size:
+        num_prompt_tokens = int(np.count_nonzero(history[:num_prompt_tokens] < vocab_size))
+        history = history[history < vocab_size]
+    return DrawnRows((_as_draft(draw, vocab_size),), num_prompt_tokens, 1, history)
 
 
 def _longer(history: TokenIds, token_id: int) -> TokenIds:
@@ -223,8 +227,17 @@ def _longer(history: TokenIds, token_id: int) -> TokenIds:
 
 
 @lru_cache(maxsize=1024)
-def _as_draft(draw: Draw, reduces: bool) -> Draw:
-    """The draw of the likeliest token, with its probability; if it `reduces`, without the tokens that a smaller
-    vocabulary may not have."""
-    changed = replace(draw, temperature=0.0, logprobs=0, logprobs_mode="raw_logprobs", processors=())
-    return replace(changed, allowed_token_ids=None, logit_bias=()) if reduces else changed
+def _as_draft(draw: Draw, vocab_size: int) -> Draw:
+    """The draw of the likeliest token, with its probability, as far as it is about tokens below `vocab_size`."""
+    allowed = draw.allowed_token_ids
+    return replace(
+        draw,
+        temperature=0.0,
+        logprobs=0,
+        logprobs_mode="raw_logprobs",
+        processors=(),
+        logit_bias=tuple([(token_id, bias) for token_id, bias in draw.logit_bias if token_id < vocab_size]),
+        allowed_token_ids=allowed and (tuple([token_id for token_id in allowed if token_id < vocab_size]) or None),
+        bad_words=tuple([word for word in draw.bad_words if max(word) < vocab_size]),
+        stop_token_ids=tuple([token_id for token_id in draw.stop_token_ids if token_id < vocab_size]),
+    )

@@ -97,7 +97,7 @@ class HeadRunner(DraftRunner):
         else:
             token_ids, history = accepted_tokens(s, drawn_ids)
             if ahead.num_drafts:
-                drawn = drawn_as_draft(s.drawn, history, reduces=False)
+                drawn = drawn_as_draft(s.drawn, history, self._vocab_sizes[0])
         return ScheduledSequence(s.seq_id, token_ids[1:], s.start, s.block_tables, drawn)
 
     def _logits(self, readings: Sequence[Reading]) -> Tensor | None:

@@ -20,12 +20,12 @@ QUANTIZED_VERSION = 3
 """The version of the layout that `quire quantize` saves: csrc/quantized/layout.h, under the model's names."""
 
 
-def check_quantization(quantization: str | None, of: str = "") -> None:
+def check_quantization(quantization: str | None) -> None:
     """Raise ConfigError unless weights can be quantized to this format while they are loaded, or it is the name of a
-    method that a checkpoint may be quantized with. `of` begins the message."""
+    method that a checkpoint may be quantized with."""
     if quantization is not None and quantization not in (*QUANTIZATIONS, *_NAMED_METHODS):
         raise ConfigError(
-            f"{of}quantization={quantization!r}{nearest_name(quantization, (*QUANTIZATIONS, *_NAMED_METHODS))} "
+            f"quantization={quantization!r}{nearest_name(quantization, (*QUANTIZATIONS, *_NAMED_METHODS))} "
             f"(allowed: {', '.join(QUANTIZATIONS)}, or for a checkpoint that is quantized so: "
             f"{', '.join(_NAMED_METHODS)}; leave it out to keep the weights as they are)"
         )

@@ -235,15 +235,14 @@ class Drafting:
             correction = self._correction(known, drafter.name)
             if correction.of(1.0) <= needed and self._config.is_adaptive:
                 continue
-            found = NO_DRAFT
             with self._contained(drafter.name):
                 fault_point("draft.propose", seq.seq_id)
                 found = drafter.propose(group, seq, most)
                 if seq.grammar is not None and found.token_ids:
                     found = found.first(seq.grammar.num_allowed(found.token_ids))
-            scaled = Draft(found.token_ids, tuple([correction.of(odds) for odds in found.odds]))
-            if scaled.expected_tokens > best.expected_tokens:
-                best, known.drafter, known.odds = scaled, drafter.name, found.odds
+                scaled = Draft(found.token_ids, tuple([correction.of(odds) for odds in found.odds]))
+                if scaled.expected_tokens > best.expected_tokens:
+                    best, known.drafter, known.odds = scaled, drafter.name, found.odds
         return best
 
     def _correction(self, known: SequenceDrafts, name: str) -> Correction:

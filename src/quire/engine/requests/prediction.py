@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from quire.common.errors import InvalidParamsError, PromptTooLongError
+from quire.common.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError
 from quire.common.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def with_tokenized_prediction(inputs: InputProcessor, params: SamplingParams) ->
     if isinstance(token_ids, str):
         try:
             token_ids = inputs.encode(token_ids, add_special_tokens=False)
-        except PromptTooLongError as error:
+        except (InvalidPromptError, PromptTooLongError) as error:
             raise InvalidParamsError(f"prediction: {error}") from error
     if len(token_ids) > limit:
         raise InvalidParamsError(
