@@ -22,7 +22,8 @@ static void pool_rows(int pooling, const void* x, int64_t rows, int64_t width, f
       f32 sum = load_some(from + i, n);
       for (int64_t r = 1; r < rows; ++r) {
         const f32 v = load_some(from + r * width + i, n);
-        sum = pooling == kMax ? max(sum, v) : is_weighted ? fma(set1(float(r + 1)), v, sum) : sum + v;
+        const f32 larger = select(sum == sum, max(sum, v), sum);  // a NaN stays, as max gives v where sum is one
+        sum = pooling == kMax ? larger : is_weighted ? fma(set1(float(r + 1)), v, sum) : sum + v;
       }
       store_some(out + i, sum / set1(divisor), n);
     }

@@ -6,6 +6,9 @@ Names are imported when first used: `import quire` alone loads neither torch nor
 """
 
 import importlib
+import os
+import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +137,17 @@ _HOMES = {
     ),
     **{name: "quire.common.errors" for name in __all__ if name.endswith("Error")},
 }
+
+# With these, torch's OpenMP library binds the thread that loads it to one CPU, and so all threads that this one starts.
+# Quire says itself where its threads run.
+for _name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"):
+    if "torch" not in sys.modules:
+        os.environ.pop(_name, None)
+    elif _name in os.environ and hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == 1:
+        _text = (
+            f"{_name} has bound this thread, and all that it starts, to one CPU: unset it, or import quire before torch"
+        )
+        warnings.warn(_text, RuntimeWarning, stacklevel=2)
 
 # vLLM's modules that Quire has elsewhere: see quire/interfaces/compat/__init__.py
 __path__.append(str(Path(__file__).parent / "interfaces" / "compat"))

@@ -69,6 +69,15 @@ def test_an_engine_that_dies_while_it_starts_is_reported(monkeypatch: pytest.Mon
         Door()
 
 
+def test_kernels_that_cannot_be_chosen_are_reported_as_other_errors_are(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIRE_ISA", "AVX2")
+    with pytest.raises(ConfigError, match=r"QUIRE_ISA=AVX2 is not one of .*, did you mean 'avx2'"):
+        Door()
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_missing_tokenizer_ends_engines_that_still_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading the weights may take minutes."""
     ended = []

@@ -69,6 +69,12 @@ def test_a_good_machine_gets_no_advice(tmp_path, name):
             "--quantization int8",
         ),
         ({"cpuinfo": "flags : avx2 fma\n"}, "instructions", "avx2 fma", "without f16c the portable kernels run"),
+        (
+            {"cpuinfo": "flags : avx2 fma hypervisor\n"},
+            "instructions",
+            "avx2 fma",
+            "let the virtual machine have its host's",
+        ),
         ({"cpuinfo": "flags : sse2\n"}, "instructions", "basic", "without avx2, fma, f16c the portable kernels run"),
         ({"hugepages": "always madvise [never]\n"}, "huge pages", "never", "echo madvise"),
         ({"governor": "powersave\n"}, "clock governor", "powersave", "--governor performance"),
@@ -136,6 +142,34 @@ def test_an_instruction_set_that_was_chosen_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("QUIRE_ISA", "portable")
     if native.available_isas()[0] != "portable":
         assert "QUIRE_ISA=portable is set" in finding(machine(tmp_path), "kernels").advice
+
+
+def test_amx_that_is_not_granted_gets_advice(tmp_path, monkeypatch):
+    flags = "flags : avx2 fma f16c avx512f avx512_bf16 amx_bf16\n"
+    for variants, words in ((["avx512_bf16"], "is not granted"), (["amx", "avx512_bf16"], "")):
+        monkeypatch.setattr("quire.cli.doctor._variants", lambda variants=variants: variants)
+        found = finding(machine(tmp_path / str(len(variants)), cpuinfo=flags), "instructions")
+        assert words in found.advice
+        assert bool(words) == bool(found.advice)
+
+
+def test_a_model_cache_that_may_not_be_entered_is_looked_at_from_outside(tmp_path, monkeypatch):
+    exists = os.path.exists
+
+    def denied(path):
+        if "hub" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return True
+
+    monkeypatch.setattr("pathlib.Path.exists", denied)
+    monkeypatch.setattr("os.path.exists", lambda path: "hub" not in str(path) and exists(path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert str(tmp_path / "hub") in finding(machine(tmp_path / "root"), "models").value
+
+
+def test_little_memory_is_why_nothing_is_measured(tmp_path):
+    found = examine(machine(tmp_path, meminfo=meminfo(64, 1024)), measures=True)
+    assert [f.value for f in found if f.area == "speed"] == ["not measured: less than 2.00 GiB of memory is available"]
 
 
 def test_torch_that_cannot_be_imported_is_fatal(tmp_path, monkeypatch):

@@ -46,6 +46,25 @@ def test_an_isa_can_be_forced(isa):
         assert backends.choose_cpu_backend(isa).isa == isa
 
 
+@pytest.mark.parametrize("name", ["OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"])
+def test_threads_run_on_all_cpus_whatever_binds_those_of_openmp(name):
+    """The library binds the thread that loads it to one CPU."""
+    value = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores", "GOMP_CPU_AFFINITY": "0"}[name]
+    code = "from quire import kernels; import os; print(kernels.num_threads(), sorted(os.sched_getaffinity(0)))"
+    expected = run_python(code)
+    assert expected.returncode == 0, expected.stderr
+    bound = run_python(code, **{name: value})
+    assert (bound.stdout, bound.stderr) == (expected.stdout, expected.stderr)
+
+
+def test_a_thread_that_openmp_has_bound_already_is_told():
+    code = "import os, torch; print(len(os.sched_getaffinity(0))); import quire"
+    done = run_python(code, OMP_PROC_BIND="true")
+    assert done.returncode == 0
+    is_told = "OMP_PROC_BIND has bound this thread" in done.stderr
+    assert is_told == (done.stdout == "1\n")
+
+
 @needs_native
 def test_an_empty_isa_is_none():
     with using(kernels.isa()):

@@ -206,3 +206,13 @@ def test_pooled_rows_match_the_reference(isa, dtype, pooling, rows, width):
             kernels.pool_rows(x[:0], pooling)
         with pytest.raises(KernelError, match="'median'"):
             kernels.pool_rows(x, "median")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_a_pooled_nan_stays(isa, pooling, row):
+    x = random(3, 20)
+    x[row, 3] = torch.nan
+    with using(isa):
+        assert kernels.pool_rows(x, pooling).isnan().nonzero().tolist() == [[3]]

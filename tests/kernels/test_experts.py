@@ -1,5 +1,6 @@
 """Mixtures of experts: routed as the reference says, each row with the bits that its expert's matrix gives it alone."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -327,9 +328,11 @@ def test_arguments_that_do_not_fit_are_refused():
             kernels.route(wrong, routing, bias)
     with pytest.raises(KernelError, match="route takes"):
         kernels.route(logits, Routing(2, 4, "sparsemixer"), torch.zeros(4))
-    for wrong in (ids.long(), ids[0], ids.T, ids[:, :0]):
+    with pytest.raises(KernelError, match="route takes"):
+        kernels.route(logits, routing, torch.zeros(4, device="meta"))
+    for wrong, count in ((ids.long(), 4), (ids[0], 4), (ids.T, 4), (ids[:, :0], 4), (ids, 0), (ids, -1), (ids, 2**31)):
         with pytest.raises(KernelError, match="group_by_expert takes"):
-            kernels.group_by_expert(wrong, 4)
+            kernels.group_by_expert(wrong, count)
     rows = kernels.group_by_expert(ids, 4)
     matrices = mixed([packed] * 4, 8, 6, torch.float32)
     experts, x = kernels.ExpertWeights(matrices), torch.zeros(2, 6)
@@ -338,6 +341,11 @@ def test_arguments_that_do_not_fit_are_refused():
             kernels.expert_matmul(wrong, experts, rows, of_tokens=True)
     with pytest.raises(KernelError, match="expert_matmul takes"):
         kernels.expert_matmul(x, kernels.ExpertWeights(matrices[:3]), rows, of_tokens=True)
+    elsewhere = replace(rows, pairs=rows.pairs.to("meta"), places=rows.places.to("meta"))
+    with pytest.raises(KernelError, match="expert_matmul takes"):
+        kernels.expert_matmul(x, experts, elsewhere, of_tokens=True)
+    with pytest.raises(KernelError, match="combine_experts takes"):
+        kernels.combine_experts(torch.zeros(4, 8), weights, elsewhere)
     y = torch.zeros(4, 8)
     for first, *others in (
         (y[:3], weights),
@@ -345,6 +353,7 @@ def test_arguments_that_do_not_fit_are_refused():
         (y.half(), weights),
         (y, weights, x),
         (y, weights, None, x),
+        (y, weights, torch.zeros(2, 8, device="meta")),
     ):
         with pytest.raises(KernelError, match="combine_experts takes"):
             kernels.combine_experts(first, others[0], rows, *others[1:])

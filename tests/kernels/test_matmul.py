@@ -195,6 +195,7 @@ def test_products_are_written_to_columns_of_a_wider_result(isa, format):
     [
         (torch.zeros(2, 4), r"out \[num_tokens, 3\].*out: float32 \[2, 4\]"),
         (torch.zeros(3, 2).T, r"out: float32 \[2, 3\] strides \[1, 2\]"),
+        (torch.zeros(2, 3, device="meta"), r"out: float32 \[2, 3\] on meta"),
         (torch.zeros(2, 3).half(), r"out_dtype: torch\.float16, out: float16"),
     ],
 )
@@ -256,3 +257,13 @@ def test_each_head_meets_its_own_matrix_in_float32(isa, dtype):
                 kernels.matmul_heads(wrong, packed)
         with pytest.raises(KernelError, match="matmul_heads"):
             kernels.matmul_heads(x, [*packed[:2], kernels.pack_weight(heads[0][:8])])
+        quantized = kernels.quantize_weight(heads[0].float(), "int8")
+        for others in ([], [quantized] * 3, [kernels.pack_weight(heads[0].to("meta"))] * 3):
+            with pytest.raises(KernelError, match="matmul_heads"):
+                kernels.matmul_heads(x, others)
+
+
+def test_an_activation_is_multiplied_by_quantized_weights_alone():
+    packed = kernels.pack_weight(torch.zeros(3, 8))
+    with pytest.raises(KernelError, match=r"activated_matmul takes .* a quantized weight"):
+        kernels.activated_matmul(torch.zeros(2, 8), kernels.Activated("relu", is_gated=False), packed)

@@ -1,6 +1,7 @@
 """What the line that a start logs says of the machine's limit: the bytes of a token, and how fast they are read."""
 
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from quire import kernels
+from quire.config.machine import allowed_cpus
 from quire.config.model import ModelConfig
 from quire.models.layers.embedding import Embedding
 from quire.models.layers.linear import Projection
@@ -84,7 +86,19 @@ def test_the_line_of_the_start_says_it(save_checkpoint: Any, caplog: pytest.LogC
     folder, _ = save_checkpoint("LlamaForCausalLM", **SMALL)
     with caplog.at_level(logging.INFO, "quire"):
         limit = reading_limit(load_model(ModelConfig.resolve(folder)))
-    assert f"to run with the kernels {kernels.isa()}; {limit}" in caplog.text
+    count = kernels.num_threads()
+    assert re.search(f"to run with the kernels {kernels.isa()}.* on {count} threads?; {limit}", caplog.text)
+
+
+def test_the_line_of_the_start_says_what_is_unusual(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("QUIRE_ISA", kernels.isa())
+    cpus = len(allowed_cpus())
+    with caplog.at_level(logging.INFO, "quire"), kernels.backend_for("cpu").threads(cpus + 1):
+        load_model(ModelConfig.resolve(folder))
+    said = f"{kernels.isa()} (QUIRE_ISA says so) on {cpus + 1} threads, more than the {cpus} CPUs that they share"
+    assert said in caplog.text or kernels.isa() == "reference"
 
 
 @pytest.mark.parametrize(
@@ -114,4 +128,4 @@ def test_without_a_measurement_the_line_names_the_kernels_alone(
     monkeypatch.setattr(type(kernels.backend_for("cpu")), "reading_rate", lambda *_: None)
     with caplog.at_level(logging.INFO, "quire"):
         load_model(ModelConfig.resolve(folder))
-    assert caplog.messages[-1].endswith(f"to run with the kernels {kernels.isa()}")
+    assert re.search(rf"to run with the kernels {kernels.isa()}.* on \d+ threads?$", caplog.messages[-1])

@@ -113,14 +113,19 @@ def _installation() -> Iterator[Finding]:
         yield Finding(area, "kernels", str(error), "unset QUIRE_ISA, or set it to one of these", is_fatal=True)
         return
     try:
-        native = importlib.import_module("quire._native")
+        best, *_ = variants = _variants()
     except ImportError as error:
         advice = "install Quire from a wheel, or again where there is a C++20 compiler"
         yield Finding(area, "kernels", f"the native kernels cannot be imported: {error}", advice)
         return
-    best = native.available_isas()[0]
     advice = f"QUIRE_ISA={wanted} is set: without it {best} is used" if wanted and wanted != best else ""
-    yield Finding(area, "kernels", f"{kernels.isa()}, of {', '.join(native.available_isas())}", advice)
+    yield Finding(area, "kernels", f"{kernels.isa()}, of {', '.join(variants)}", advice)
+
+
+def _variants() -> list[str]:
+    """The variants of the native kernels that this CPU has, best first."""
+    found: list[str] = importlib.import_module("quire._native").available_isas()
+    return found
 
 
 def _processor(root: Path, can_run: bool) -> Iterator[Finding]:
@@ -135,7 +140,11 @@ def _processor(root: Path, can_run: bool) -> Iterator[Finding]:
             advice = (
                 f"without {', '.join(missing)} the portable kernels run, many times slower: use a CPU of 2013 or later"
             )
-            advice += ", or let the virtual machine have its host's (KVM: -cpu host)" * ("avx2" in has)
+            advice += ", or let the virtual machine have its host's (KVM: -cpu host)" * ("hypervisor" in has)
+        elif "amx_bf16" in has and can_run and "amx" not in _variants():
+            advice = (
+                "AMX is there, but is not granted to this process: it takes Linux 5.16 or later, also around containers"
+            )
         elif "avx512f" in has and "avx512_bf16" not in has:
             advice = "products in bfloat16 are converted to float32 here: `--quantization int8` avoids that"
         yield Finding(area, "instructions", " ".join(name for name in _FEATURES if name in has) or "basic", advice)
@@ -201,7 +210,7 @@ def _storage(root: Path) -> Iterator[Finding]:
     from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 
     area, folder = "storage", Path(HF_HUB_CACHE)
-    present = next(path for path in (folder, *folder.parents) if path.exists())
+    present = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     free, kind = shutil.disk_usage(present).free, _file_system(root, present)
     advice = ""
     if kind.startswith(_REMOTE):
@@ -222,6 +231,9 @@ def _storage(root: Path) -> Iterator[Finding]:
 def _speeds(root: Path) -> Iterator[Finding]:
     """What the memory and the cores can do, which bounds the tokens per second of every model."""
     if machine_memory(root).available_bytes < _SMALL_MEMORY:
+        yield Finding(
+            "speed", "limits", f"not measured: less than {format_bytes(_SMALL_MEMORY)} of memory is available"
+        )
         return
     try:
         from quire import kernels

@@ -60,9 +60,8 @@ class _NamesChecked(type):
 
     def __call__(cls, **given: Any) -> Any:
         own = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        method = given.get("speculative_config")
-        if method is False or isinstance(method, str):  # YAML makes False of `off`
-            given["speculative_config"] = {"method": method or "off"}
+        if isinstance(method := given.get("speculative_config"), str) or method is False:  # YAML makes that of `off`
+            given["speculative_config"] = {"method": method}
         kept = translate("engine", {name: _plain(value) for name, value in given.items()}, own, ConfigError)
         if isinstance(modules := kept.get("lora_modules"), list | Mapping):
             kept["lora_modules"] = tuple(_listed_modules(modules))

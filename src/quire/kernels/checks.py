@@ -50,9 +50,11 @@ def is_whole(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, holds: 
     return tensor.shape == shape and tensor.dtype is dtype and tensor.is_contiguous() and holds(tensor)
 
 
-def is_place(out: Tensor, num_rows: int, width: int) -> bool:
-    """Whether it has room for a result [num_rows, width], whose rows may lie apart."""
-    return out.shape == (num_rows, width) and (out.is_contiguous() or out.stride(1) == 1)
+def is_place(out: Tensor, num_rows: int, width: int, dtype: torch.dtype, holds: Callable[[Tensor], bool]) -> bool:
+    """Whether it has room for a result [num_rows, width] of this dtype, whose rows may lie apart, where a backend has
+    its tensors."""
+    is_row_whole = out.is_contiguous() or out.stride(1) == 1
+    return out.shape == (num_rows, width) and is_row_whole and out.dtype is dtype and holds(out)
 
 
 class _KernelErrors:

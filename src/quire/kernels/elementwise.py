@@ -115,7 +115,7 @@ def gated_activation(x: Tensor, kind: ActivationKind, out: Tensor | None = None)
         or len(shape) != 2
         or shape[1] % 2
         or not x.is_contiguous()
-        or (out is not None and not (is_place(out, shape[0], shape[1] // 2) and out.dtype is x.dtype))
+        or (out is not None and not is_place(out, shape[0], shape[1] // 2, x.dtype, backend_of(x).holds))
     ):
         takes = (
             f"x [num_tokens, 2 * width] {_ACTIVATION_TAKES}, an XIELU or a ClampedSwiGLU, and None or out of its size"

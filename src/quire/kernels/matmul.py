@@ -54,7 +54,7 @@ def matmul(
         or out_dtype not in DTYPES
         or not (x.is_contiguous() or k <= 1 or x.stride(1) == 1)
         or (bias is not None and not _is_bias(backend, bias, packed.n))
-        or (out is not None and not (is_place(out, shape[0], packed.n) and out.dtype is out_dtype))
+        or (out is not None and not is_place(out, shape[0], packed.n, out_dtype, backend.holds))
     ):
         raise _refusal(x, packed, bias, out_dtype, out)
     with KERNEL_ERRORS:
@@ -81,6 +81,7 @@ def activated_matmul(x: Tensor, activated: Activated, packed: QuantizedWeight, b
         len(shape) != 2
         or shape[1] != packed.k * (2 if activated.is_gated else 1)
         or x.dtype is not packed.dtype
+        or not isinstance(packed, QuantizedWeight)
         or not x.is_contiguous()
         or not backend.holds(packed.data)
         or not takes_kind(activated.kind, is_gated=activated.is_gated)
@@ -88,7 +89,8 @@ def activated_matmul(x: Tensor, activated: Activated, packed: QuantizedWeight, b
     ):
         takes = (
             f"contiguous x [num_tokens, {packed.k}], or twice as wide for a gated activation, of {packed.dtype} on "
-            f"{packed.data.device}, a kind of activation, and a contiguous float32 bias [{packed.n}] or None"
+            f"{packed.data.device}, a kind of activation, a quantized weight, and a contiguous float32 bias "
+            f"[{packed.n}] or None"
         )
         raise refusal("activated_matmul", takes, x=x, activated=activated, bias=bias)
     with KERNEL_ERRORS:
@@ -133,13 +135,23 @@ def multiply_heads(x: Tensor, weights: HeadWeights) -> Tensor:
 def matmul_heads(x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
     """As matmul, of each head by a matrix [n, k] of its own: x [num_tokens, num_heads, k], of any stride from token to
     token -> [num_tokens, num_heads, n] float32."""
-    backend, (first, *_) = backend_of(x), weights
-    fits = x.dim() == 3 and x.shape[1:] == (len(weights), first.k) and x.dtype is first.dtype and x.stride(2) == 1
-    if not fits or any(weight.n != first.n or weight.k != first.k for weight in weights):
-        takes = f"x [num_tokens, num_heads, k] of stride 1 in k, and for each head {first.dtype} [n, k]"
-        raise refusal("matmul_heads", takes, x=x, num_heads=len(weights), k=first.k)
+    backend = backend_of(x)
+    forms = {(w.n, w.k, w.dtype) if isinstance(w, PackedWeight) and backend.holds(w.data) else None for w in weights}
+    (form, *others), k = forms or {None}, x.shape[-1] if x.dim() else 0
+    if (
+        form is None
+        or others
+        or x.dim() != 3
+        or (x.shape[1], *form[1:]) != (len(weights), k, x.dtype)
+        or (x.stride(2) != 1 and k > 1)
+    ):
+        takes = (
+            "x [num_tokens, num_heads, k] of stride 1 in k, and for each head a packed weight [n, k] of x's dtype on "
+            "its device"
+        )
+        raise refusal("matmul_heads", takes, x=x, num_heads=len(weights), forms=forms)
     with KERNEL_ERRORS:
-        out = backend.empty((x.shape[0], len(weights), first.n), torch.float32)
+        out = backend.empty((x.shape[0], len(weights), form[0]), torch.float32)
         for head, weight in enumerate(weights):
             backend.matmul(x[:, head], weight, None, out[:, head])
     return out

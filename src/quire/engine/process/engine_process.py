@@ -373,10 +373,11 @@ def main(descriptor: int) -> None:
     log_progress()
     if start.log_format is not None:
         set_up_logging(start.log_format)
-    with collection_paused():
-        from quire.engine.llm_engine import LLMEngine  # imports torch, which takes a second: heartbeats start before
-
     try:
+        with collection_paused():
+            from quire.engine.llm_engine import (
+                LLMEngine,
+            )  # imports torch, which takes a second: heartbeats start before
         args = EngineArgs(**start.args)
         if start.is_other_machine:
             return part_of(args)()

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backends import backend_of
-from quire.kernels.checks import DTYPES, KERNEL_ERRORS, refusal
-from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights, Routing
+from quire.kernels.checks import DTYPES, KERNEL_ERRORS, is_count, refusal
+from quire.kernels.experts.weights import MAX_EXPERTS, ExpertFiles, ExpertRows, ExpertWeights, Routing
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
         logits.shape[1:] != (num_experts,)
         or logits.dtype is not torch.float32
         or not logits.is_contiguous()
-        or (bias is not None and (routing.scoring == "sparsemixer" or not _is_row(bias, num_experts)))
+        or (bias is not None and (routing.scoring == "sparsemixer" or not _is_row(bias, num_experts, logits)))
     ):
         takes = (
             f"contiguous float32 logits [num_tokens, {num_experts}] and a bias [{num_experts}] or None, which "
@@ -36,8 +36,10 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 
 def group_by_expert(ids: Tensor, num_experts: int) -> ExpertRows:
     """The tokens' experts `ids` [num_tokens, top_k] int32, contiguous and below `num_experts`, grouped."""
-    if ids.dtype is not torch.int32 or ids.dim() != 2 or ids.shape[1] == 0 or not ids.is_contiguous():
-        raise refusal("group_by_expert", "contiguous ids [num_tokens, top_k] int32", ids=ids)
+    is_number = is_count(num_experts, 1) and num_experts <= MAX_EXPERTS
+    if ids.dtype is not torch.int32 or ids.dim() != 2 or ids.shape[1] == 0 or not ids.is_contiguous() or not is_number:
+        takes = f"contiguous ids [num_tokens, top_k] int32, and 1 to {MAX_EXPERTS} experts"
+        raise refusal("group_by_expert", takes, ids=ids, num_experts=num_experts)
     with KERNEL_ERRORS:
         return backend_of(ids).group_by_expert(ids, num_experts)
 
@@ -68,10 +70,12 @@ def expert_matmul(
         or not x.is_contiguous()
         or rows.starts.shape != (experts.num_experts + 1,)
         or out_dtype not in DTYPES
+        or {rows.pairs.device, experts.experts[0][0].data.device} != {x.device}
     ):
         takes = (
             f"contiguous x [{'tokens' if of_tokens else 'pairs'}, {experts.k}] {experts.dtype} for these "
-            f"{experts.num_experts} experts, rows grouped for as many, and out_dtype float32 or bfloat16"
+            f"{experts.num_experts} experts, rows grouped for as many, all on one device, and out_dtype float32 or "
+            "bfloat16"
         )
         raise refusal("expert_matmul", takes, x=x, pairs=rows.pairs, starts=rows.starts, out_dtype=out_dtype)
     backend = backend_of(x)
@@ -101,14 +105,16 @@ def combine_experts(
         or not (shared is None or (shared.shape == (num_tokens, y.shape[1]) and shared.dtype is y.dtype))
         or not (gate is None or (shared is not None and gate.shape == (num_tokens, 1) and gate.dtype is torch.float32))
         or not all(each is None or each.is_contiguous() for each in (y, weights, shared, gate))
+        or {each.device for each in (y, weights, rows.places, shared, gate) if each is not None} != {y.device}
     ):
         takes = (
             "contiguous y [num_pairs, width] float32 or bfloat16, weights [num_tokens, top_k] float32, shared "
-            "[num_tokens, width] as y or None, and with it gate [num_tokens, 1] float32 or None"
+            "[num_tokens, width] as y or None, and with it gate [num_tokens, 1] float32 or None, all on one device"
         )
         raise refusal("combine_experts", takes, y=y, weights=weights, shared=shared, gate=gate)
     return backend_of(y).combine_experts(y, weights, rows, shared, gate)
 
 
-def _is_row(row: Tensor, length: int) -> bool:
-    return row.shape == (length,) and row.dtype is torch.float32 and row.is_contiguous()
+def _is_row(row: Tensor, length: int, beside: Tensor) -> bool:
+    is_there = row.device == beside.device
+    return row.shape == (length,) and row.dtype is torch.float32 and row.is_contiguous() and is_there

@@ -1,6 +1,7 @@
 """From a checkpoint's files to a model ready to run, one layer at a time."""
 
 import dataclasses
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from quire.common.log import logger
 from quire.common.progress import progress
 from quire.config.checkpoint.formats import open_checkpoint, with_folders
 from quire.config.checkpoint.tensors import Checkpoint
+from quire.config.machine import allowed_cpus
 from quire.config.model import ModelConfig
 from quire.config.quantization import QUANT_METHOD, QUANTIZATIONS
 from quire.models.base import CausalLM, Model, PoolingModel
@@ -74,8 +76,18 @@ def load_model(config: ModelConfig, ranks: kernels.Ranks | None = None) -> Model
     seconds = time.perf_counter() - started
     limit = reading_limit(model)
     note = "" if limit is None else f"; {limit}"
-    logger.info("loaded %s in %.2f s, to run with the kernels %s%s", config.model, seconds, kernels.isa(), note)
+    logger.info(
+        "loaded %s in %.2f s, to run with the kernels %s%s", config.model, seconds, _kernels_and_threads(), note
+    )
     return model.eval()
+
+
+def _kernels_and_threads() -> str:
+    """In words, and what is unusual about them."""
+    count, num_cpus = kernels.num_threads(), len(allowed_cpus())
+    by = " (QUIRE_ISA says so)" if os.environ.get("QUIRE_ISA") else ""
+    shared = f", more than the {num_cpus} CPUs that they share" if count > num_cpus else ""
+    return f"{kernels.isa()}{by} on {count} thread{'s' * (count != 1)}{shared}"
 
 
 class LayerLoader:
