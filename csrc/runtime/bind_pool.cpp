@@ -2,6 +2,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <atomic>
+#include <exception>
 #include <memory>
 
 #include "base/binding.h"
@@ -41,9 +42,19 @@ int64_t exercise_pool(int64_t num_regions) {
   return wrong;
 }
 
+// The package's own error, which a command shows as a line.
+void translate(const std::exception_ptr& thrown, void*) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const TooFewThreads& error) {
+    PyErr_SetString(nb::module_::import_("quire.common.errors").attr("ConfigError").ptr(), error.what());
+  }
+}
+
 }  // namespace
 
 void bind_pool(nb::module_& module) {
+  nb::register_exception_translator(translate);
   nb::class_<ThreadPool>(module, "ThreadPool")
       .def(nb::init<int, std::vector<int>>(), nb::arg("count"), nb::arg("cpus"))
       .def("__enter__", &ThreadPool::enter)

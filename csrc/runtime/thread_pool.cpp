@@ -87,8 +87,8 @@ class Team {
         });
       } catch (const std::system_error& error) {  // of a limit on threads, or on memory for their stacks
         end();
-        throw std::runtime_error("only " + std::to_string(thread) + " of " + std::to_string(count) +
-                                 " threads could be started (" + error.what() + "): lower num_threads");
+        throw TooFewThreads("only " + std::to_string(thread) + " of " + std::to_string(count) +
+                            " threads could be started (" + error.what() + "): lower num_threads");
       }
       if (!cpus.empty()) pin_to_cpu(workers_.back(), cpus[size_t(thread)]);
     }

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <stdexcept>
 #include <vector>
 
 namespace quire {
@@ -28,6 +29,11 @@ class FunctionRef<Result(Args...)> {
 };
 
 using Task = FunctionRef<void(int64_t task, int thread)>;
+
+// The system does not let as many threads be started as a pool has.
+struct TooFewThreads : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
 // Threads, and memory for each to work in. Workers are started by the first call that needs them. Safe to call from
 // several threads, whose regions then run one at a time; a forked child starts workers of its own.

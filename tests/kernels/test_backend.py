@@ -186,7 +186,7 @@ def test_threads_are_pinned_to_as_many_cpus_as_there_are_threads(count, cpus):
 @needs_native
 def test_threads_that_cannot_be_started_are_an_error_and_fewer_work():
     code = """
-import resource, torch
+import resource, torch, quire
 from quire import kernels
 x, w = torch.ones(512, 64), kernels.pack_weight(torch.ones(640, 64))
 pages = int(open("/proc/self/statm").read().split()[0])
@@ -194,7 +194,7 @@ resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (200 <<
 kernels.set_num_threads(1024)
 try:
     kernels.matmul(x, w)
-except RuntimeError as error:
+except quire.QuireError as error:
     print(error)
 kernels.set_num_threads(2)
 print(float(kernels.matmul(x, w).sum()))
