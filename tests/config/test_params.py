@@ -72,6 +72,7 @@ def test_a_wrong_value_is_refused_and_named(name, value):
     ("name", "value", "message"),
     [
         ("prediction", "x" * (2**22 + 1), "prediction='xxx.*xxx': must be at most 4,194,304 characters long"),
+        ("prediction", {}, "prediction={}: must be text, or a list of token ids"),
         ("prediction", [0] * (2**22 + 1), "prediction has 4194305 token ids; at most 4194304 are allowed"),
         ("extra_args", [5], r"extra_args=\[5\]: must be a dict for logits processors, or None"),
     ],

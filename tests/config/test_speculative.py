@@ -63,6 +63,10 @@ def test_what_is_wrong_with_a_draft_model_is_said_of_it(given: dict[str, str], s
         EngineArgs(speculative_config=given).resolve()
 
 
+def test_null_is_as_if_nothing_was_given() -> None:
+    assert read(method=None, num_speculative_tokens=None, model=None) == read()
+
+
 def test_a_method_alone_may_be_given() -> None:
     for given, method in ((False, "off"), ("off", "off"), ("ngram", "ngram")):
         assert EngineArgs(speculative_config=given).resolve().speculative.method == method

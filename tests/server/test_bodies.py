@@ -123,6 +123,11 @@ def test_invalid_json_is_refused(raw):
     assert "the body is not valid JSON in UTF-8: " in error.message
 
 
+def test_half_a_surrogate_pair_is_not_called_a_missing_end():
+    with pytest.raises(ApiError, match=r"it ends too early, or a \\u escape is half a surrogate pair$"):
+        decode(rb'{"model":"\ud800"}', Body)
+
+
 def test_a_body_that_is_nested_too_deeply_is_refused():
     error = refusal(b'{"name": ' + b"[" * 100_000)
     assert (error.status, error.code) == (400, "invalid_json")

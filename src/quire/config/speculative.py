@@ -114,6 +114,8 @@ class SpeculativeConfig:
                     f"(allowed: {', '.join(_FIELDS)})"
                 )
             ours, kind = _FIELDS[name]
+            if value is None:
+                continue
             if name == "method" and value is False:  # what YAML makes of `off`
                 value = "off"
             if type(value) is not kind:

@@ -296,9 +296,10 @@ def _share_out(args: EngineArgs, config: EngineConfig, weights: WeightUse) -> Me
     cache = _kv_cache(model, config, machine, others, share, least_tokens)
     if cache.max_tokens < config.model.max_model_len:
         if not args.fits_model_len:
+            larger = "kv_cache_memory" if args.num_gpu_blocks_override is None else "num_gpu_blocks_override"
             raise OutOfMemoryError(
                 f"max_model_len={config.model.max_model_len} does not fit into a KV cache of {cache.max_tokens} tokens "
-                f"({format_bytes(cache.total_bytes)}): lower max_model_len or raise kv_cache_memory"
+                f"({format_bytes(cache.total_bytes)}): lower max_model_len or raise {larger}"
             )
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, max_model_len=cache.max_tokens))
     return MemoryPlan(config, cache, machine, weights.num_bytes, activations, adapters, _in_file(config, weights))

@@ -157,6 +157,8 @@ class SamplingParams(Params, kw_only=True):
         if isinstance(self.prediction, str | None):
             if len(self.prediction or "") > MAX_PREDICTION_LEN:
                 raise refuse("prediction", self.prediction, f"at most {MAX_PREDICTION_LEN:,} characters long")
+        elif not isinstance(self.prediction, list | tuple):
+            raise refuse("prediction", self.prediction, "text, or a list of token ids")
         else:
             check_ids("prediction", self.prediction, MAX_PREDICTION_LEN)
 

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message
 from quire.common.errors import ConfigError, EngineDeadError, QuireError
 from quire.common.faults import fault_write
 from quire.common.files import keep_permissions, replacement
+from quire.server.http.bodies import json_fault
 
 MAX_FRAME_BYTES = 64 * 1024
 """Maximum size of a line, not counting its body."""
@@ -139,7 +140,7 @@ class BatchRun:
         try:
             request = msgspec.json.decode(line, type=BatchRequest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            result.error = BatchError("invalid_line", f"the line is not a valid request: {error}")
+            result.error = BatchError("invalid_line", f"the line is not a valid request: {json_fault(error)}")
             return result
         result.error = self._refusal(request)
         if is_duplicate:

@@ -72,10 +72,15 @@ def decode(raw: bytes | bytearray, kind: type[T]) -> tuple[T, list[str]]:
     except msgspec.ValidationError as error:
         raise _wrong_field(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid(f"the body is not valid JSON in UTF-8: {error}", code="invalid_json") from None
+        raise invalid(f"the body is not valid JSON in UTF-8: {json_fault(error)}", code="invalid_json") from None
     except RecursionError:
         raise invalid("the body is nested too deeply", code="invalid_json") from None
     return body, list(_unknown_fields(data, body, ""))
+
+
+def json_fault(error: Exception) -> str:
+    """What msgspec says is wrong with JSON. Of half a surrogate pair near the end it says that the end is missing."""
+    return str(error).replace("Input data was truncated", "it ends too early, or a \\u escape is half a surrogate pair")
 
 
 def warning(unknown_fields: list[str]) -> str:
