@@ -89,6 +89,22 @@ def test_base64_holds_the_same_numbers(embedder, expected):
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "nulls"),
+    [
+        (PATH, {"input": TEXTS, "encoding_format": "base64"}, ("embed_dtype", "endianness")),
+        ("/v2/embed", {"texts": TEXTS, "input_type": "search_document"}, ("truncate", "max_tokens")),
+    ],
+)
+def test_null_is_as_if_the_field_were_left_out(embedder, path, fields, nulls):
+    asked = embedder.post(path, fields | dict.fromkeys(nulls))
+    assert asked.status == 200, asked.body
+    found, expected = asked.json, embedder.post(path, fields).json
+    assert [found[name] for name in ("data", "embeddings") if name in found] == [
+        expected[name] for name in ("data", "embeddings") if name in expected
+    ]
+
+
 @pytest.mark.parametrize(("order", "mark"), [("native", "="), ("little", "<"), ("big", ">")])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_vectors_as_bytes(embedder, expected, dtype, order, mark):

@@ -193,7 +193,7 @@ def test_what_is_served_is_not_refused(fields: dict[str, Any]) -> None:
         ({"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
         ({"text": {"format": {"type": "text"}}}, {}),
         ({"include": ["message.output_text.logprobs"]}, {"logprobs": True, "top_logprobs": 0}),
-        ({"tools": [], "tool_choice": "required"}, {}),
+        ({"tools": [], "tool_choice": "required"}, {"tool_choice": "required"}),
     ],
 )
 def test_a_field_alone_takes_the_name_of_chat(fields: dict[str, Any], expected: dict[str, Any]) -> None:

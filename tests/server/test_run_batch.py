@@ -128,6 +128,7 @@ def test_answers_come_out_in_the_order_of_the_input_many_at_once(batch):
         ({"custom_id": "a", "url": PATH, "body": {}, "method": "GET"}, "invalid_method", "a"),
         ({"custom_id": "a", "url": "/v1/else", "body": {}}, "invalid_url", "a"),
         ({"custom_id": "a", "url": PATH, "body": {"stream": True}}, "invalid_body", "a"),
+        ({"custom_id": "a", "url": PATH, "body": {"background": True}}, "invalid_body", "a"),
         ({"custom_id": "a", "url": PATH, "body": {"kind": "application/octet-stream"}}, "not_json", "a"),
         ({"custom_id": "a", "url": PATH, "body": {"kind": "text/plain; charset=utf-8"}}, "not_json", "a"),
         (b"x" * 200_000, "line_too_long", None),
@@ -151,6 +152,11 @@ def test_a_custom_id_that_was_there_already_is_refused_also_after_an_interruptio
     assert batch.run(resume=True) == (1, 3)
     assert [row["custom_id"] for row in batch.rows] == ["line-0", "line-1", "line-0", "line-2"]
     assert [row["error"] and row["error"]["code"] for row in batch.rows] == [None, None, "duplicate_custom_id", None]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_line(batch):
+    batch.write(b"\xef\xbb\xbf" + json.dumps(line(0)).encode(), line(1))
+    assert batch.run() == (0, 2)
 
 
 def test_a_refusal_of_the_server_is_shown_unchanged(batch):

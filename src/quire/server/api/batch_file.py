@@ -8,6 +8,7 @@ and the output file is created.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import hashlib
 import os
 import secrets
@@ -72,6 +73,7 @@ class _CustomId(msgspec.Struct):
 
 class _Body(msgspec.Struct):
     stream: Any = None
+    background: Any = None
 
 
 def read_lines(source: Path, max_body_bytes: int) -> Iterator[tuple[int, bytes | None]]:
@@ -84,7 +86,7 @@ def read_lines(source: Path, max_body_bytes: int) -> Iterator[tuple[int, bytes |
                     pass
                 yield number, None
             elif line.strip():
-                yield number, line
+                yield number, line.removeprefix(codecs.BOM_UTF8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,13 +165,16 @@ class BatchRun:
             message = f"url={request.url[:100]!r}: must be one of {', '.join(sorted(self.paths))}"
             return BatchError("invalid_url", message)
         try:
-            stream = msgspec.json.decode(request.body, type=_Body).stream
+            body = msgspec.json.decode(request.body, type=_Body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            stream = False  # the endpoint says what is wrong with the body
-        if stream is None and request.url in _STREAMS_BY_DEFAULT:
+            return None  # the endpoint says what is wrong with the body
+        if body.stream is None and request.url in _STREAMS_BY_DEFAULT:
             message = f"stream: must be false, since {request.url} streams by default; not supported in batch files"
             return BatchError("invalid_body", message)
-        return BatchError("invalid_body", "stream: not supported in batch files") if stream else None
+        for name in ("stream", "background"):
+            if getattr(body, name):
+                return BatchError("invalid_body", f"{name}: not supported in batch files")
+        return None
 
 
 def _numbered(lines: Iterable[tuple[int, bytes | None]]) -> Iterator[tuple[int, int, bytes | None, bool]]:

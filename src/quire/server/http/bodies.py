@@ -199,9 +199,9 @@ def _unknown_fields(data: Any, made: Any, where: str) -> Iterator[str]:
     if isinstance(made, msgspec.Struct) and isinstance(data, dict):
         names = dict(zip(made.__struct_encode_fields__, made.__struct_fields__, strict=True))
         for key, value in data.items():
-            if key not in names:
+            if key not in names and key != made.__struct_config__.tag_field:
                 yield where + key
-            elif isinstance(value, dict | list):
+            elif key in names and isinstance(value, dict | list):
                 yield from _unknown_fields(value, getattr(made, names[key]), f"{where}{key}.")
     elif isinstance(made, list) and isinstance(data, list) and made and isinstance(made[0], msgspec.Struct):
         for i, (item, struct) in enumerate(zip(data, made, strict=True)):

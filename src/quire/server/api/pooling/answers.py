@@ -71,15 +71,16 @@ async def vectors_response(
     if not (body.encoding_format or "").startswith("bytes"):
         rows = [partial(_vector_row, row, i, each, body) for i, each in enumerate(vectors)]
         return await rows_response(context, kind, outputs, rows, num_numbers(outputs))
-    parts = [packed(each, body.embed_dtype, body.endianness) for each in vectors]
+    dtype, order = _form(body)
+    parts = [packed(each, dtype, order) for each in vectors]
     headers: dict[str, str] = {}
     if body.encoding_format == "bytes":
         ends = np.cumsum([len(part) for part in parts]).tolist()
         places: Any = [
             api.BytesData(
                 index=i,
-                embed_dtype=body.embed_dtype,
-                endianness=body.endianness,
+                embed_dtype=dtype,
+                endianness=order,
                 start=end - len(part),
                 end=end,
                 shape=list(vector.shape),
@@ -100,7 +101,11 @@ async def vectors_response(
 def _vector_row(row: Callable[[int, Any], msgspec.Struct], i: int, vector: Numbers, body: api.VectorFields) -> Any:
     if body.encoding_format != "base64":
         return row(i, vector.tolist())
-    return row(i, base64.b64encode(packed(vector, body.embed_dtype, body.endianness)).decode())
+    return row(i, base64.b64encode(packed(vector, *_form(body))).decode())
+
+
+def _form(body: api.VectorFields) -> tuple[api.EmbedDType, api.Endianness]:
+    return body.embed_dtype or "float32", body.endianness or "native"
 
 
 def num_numbers(outputs: Sequence[Output]) -> int:

@@ -31,7 +31,7 @@ async def create_cohere_embeddings(request: Request) -> ASGIApp:
     limit = model.llm.model_config.max_model_len if body.max_tokens is None else body.max_tokens
     if limit < 1:
         raise invalid(f"max_tokens={limit}: must be 1 or more", "max_tokens")
-    if body.truncate_prompt_tokens is None and body.truncate == "END":
+    if body.truncate_prompt_tokens is None and body.truncate != "NONE":
         body.truncate_prompt_tokens = min(limit, model.llm.model_config.max_model_len)
     params = params_of(context, body, check_task(model, context, "embed"), dimensions=body.output_dimension)
     prompt = _prompt(model.llm.model_config.path, body.input_type)

@@ -52,10 +52,10 @@ class VectorFields(InputFields, kw_only=True):
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
     """Default: `float`, numbers. `base64`: the bytes of a vector's numbers. `bytes`: the body consists of the bytes of
     all vectors, and the header `metadata` says where each is; `bytes_only`: the same without the header."""
-    embed_dtype: EmbedDType = "float32"
-    """Type of numbers that are sent as bytes."""
-    endianness: Endianness = "native"
-    """Order of the bytes."""
+    embed_dtype: EmbedDType | None = None
+    """Type of numbers that are sent as bytes. Default: float32."""
+    endianness: Endianness | None = None
+    """Order of the bytes. Default: native."""
     dimensions: int | None = None
     normalize: bool | None = None
     """An older name of `use_activation`, for embeddings."""
@@ -222,8 +222,9 @@ class CohereEmbedRequest(PoolingFields, kw_only=True):
     output_dimension: int | None = None
     max_tokens: int | None = None
     """Keep this number of tokens of each text."""
-    truncate: Literal["NONE", "END"] = "END"
-    """What becomes of texts that are longer than the model takes: they are refused, or their end is cut off."""
+    truncate: Literal["NONE", "END"] | None = None
+    """What becomes of texts that are longer than the model takes: they are refused, or their end is cut off, which is
+    the default."""
 
 
 class CohereEmbeddings(msgspec.Struct, kw_only=True):

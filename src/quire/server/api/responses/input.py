@@ -75,11 +75,9 @@ def chat_request(request: api.ResponsesRequest, items: Sequence[Mapping[str, Any
     body["response_format"] = _response_format(request.text)
     if request.tools:
         body["tools"] = [_chat_tool(tool) for tool in request.tools]
-        choice = request.tool_choice
-        if isinstance(choice, api.FunctionChoice):
-            body["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-        else:
-            body["tool_choice"] = choice
+    body["tool_choice"] = choice = request.tool_choice
+    if isinstance(choice, api.FunctionChoice):
+        body["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     if LOGPROBS in (request.include or ()):
         body["logprobs"] = True
         body["top_logprobs"] = request.top_logprobs or 0
