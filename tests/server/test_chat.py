@@ -10,9 +10,9 @@ from quire.common.errors import ConfigError, TokenizerError
 from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
 from quire.server.config import ServerArgs
 from tests.effort import examples
-from tests.scripted_engine import recital
+from tests.scripted_engine import recital, scripted_llm
 from tests.server.chats import CALL, HELLO, PATH, WEATHER, added_up, same_ids
-from tests.server.in_process import saying, tokenizer_of
+from tests.server.in_process import saying, serve, tokenizer_of
 
 
 @pytest.mark.essential
@@ -148,6 +148,27 @@ def test_logprobs_in_the_shape_of_chats(tiny):
         assert token["top_logprobs"][0]["logprob"] == token["logprob"]  # greedy
         assert bytes(token["bytes"]).decode() == token["token"]
     assert "".join(token["token"] for token in told) == choice["message"]["content"]
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_the_bytes_of_all_tokens_are_those_of_the_text(as_ids):
+    server = saying("🎉é日 ok")
+    request = HELLO | {"logprobs": True, "return_tokens_as_token_ids": as_ids}
+    *told, end = server.post(PATH, request).json["choices"][0]["logprobs"]["content"]
+    assert [token["bytes"] for token in told[:4]] == [[byte] for byte in "🎉".encode()]
+    assert b"".join(bytes(token["bytes"]) for token in told).decode() == "🎉é日 ok"
+    assert bytes(end["bytes"]) == b"<|im_end|>"
+
+
+def test_the_likeliest_tokens_have_their_own_bytes():
+    llm, executor = scripted_llm(max_logprobs=-1)
+    server = serve(llm.engine, executor)
+    first_byte, *_ = tokenizer_of(server).encode("🎉")
+    request = HELLO | {"logprobs": True, "top_logprobs": first_byte + 1, "return_tokens_as_token_ids": True}
+    first, *_ = server.post(PATH, request).json["choices"][0]["logprobs"]["content"]
+    bytes_of = {entry["token"]: entry["bytes"] for entry in first["top_logprobs"]}
+    assert bytes_of[f"token_id:{first_byte}"] == [0xF0]
+    assert bytes_of["token_id:0"] == list(b"<|endoftext|>")
 
 
 def test_tokens_by_their_numbers(tiny):

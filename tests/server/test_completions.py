@@ -162,6 +162,35 @@ def test_echoed_logprobs_are_those_of_the_offline_score(tiny, tiny_llm):
     assert [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)] == told["tokens"]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "skips", "echoed", "starts"),
+    [
+        ("a", True, "", []),
+        ("é 日", True, "é 日", [0, 0, 1, 2, 2, 2]),
+        ("<|im_start|>a", True, "<|im_start|>a", [0, 12]),
+        ([1, 67], True, "a", [0, 0]),
+        ([1, 67], False, "<|im_start|>a", [0, 12]),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_parts_of_a_character_begin_where_it_does(prompt, skips, echoed, starts, stream):
+    server = saying("🎉é日abc")
+    request = {"prompt": prompt, "echo": bool(echoed), "logprobs": 0, "skip_special_tokens": skips, "max_tokens": 10}
+    answer = server.post(PATH, request | {"stream": stream})
+    (choice,) = _added_up(answer.events) if stream else answer.json["choices"]
+    assert choice["text"] == echoed + "🎉é日abc"
+    output = [0, 0, 0, 0, 1, 1, 2, 2, 2, 3]
+    assert choice["logprobs"]["text_offset"] == [*starts, *(len(echoed) + start for start in output)]
+
+
+def test_an_offset_counts_no_special_token_that_the_text_lacks():
+    server = saying("<|im_start|>abc")
+    request = {"prompt": "a", "logprobs": 0, "max_tokens": 2}
+    for skips, expected in ((True, [0, 0]), (False, [0, 12])):
+        (choice,) = server.post(PATH, request | {"skip_special_tokens": skips}).json["choices"]
+        assert choice["logprobs"]["text_offset"] == expected
+
+
 def test_max_tokens_0_with_echo_scores_the_prompt_alone(tiny):
     prompt = "The old house stood"
     request = {"prompt": prompt, "echo": True, "logprobs": 1, "temperature": 0}

@@ -62,6 +62,12 @@ def test_a_stream_equals_the_whole_answer(hello: Server, path: str, body: dict[s
     assert all(part["model"] == "quire-tiny" for part in streamed)
 
 
+@pytest.mark.parametrize(("path", "body"), [("/api/chat", CHAT), ("/api/generate", GENERATE)])
+def test_the_bytes_of_all_tokens_are_those_of_the_text(path: str, body: dict[str, Any]) -> None:
+    *told, _ = saying("🎉é日").post(path, body | {"stream": False, "logprobs": True}).json["logprobs"]
+    assert b"".join(bytes(token["bytes"]) for token in told).decode() == "🎉é日"
+
+
 def test_options_are_sampling_parameters(hello: Server) -> None:
     options = {"num_predict": 1, "temperature": 0, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": 3, "stop": ["x"],
                "repeat_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5, "num_ctx": 64,

@@ -116,6 +116,12 @@ def test_logprobs_when_they_are_asked_for(say: Say) -> None:
     assert {len(entry["top_logprobs"]) for entry in logprobs} == {2}
 
 
+def test_the_bytes_of_all_tokens_are_those_of_the_text(say: Say) -> None:
+    response = create(say("🎉é日"), include=["message.output_text.logprobs"])
+    *told, _ = response["output"][0]["content"][0]["logprobs"]
+    assert b"".join(bytes(token["bytes"]) for token in told).decode() == "🎉é日"
+
+
 def input_tokens(server: Server, **fields: Any) -> int:
     return int(create(server, **fields)["usage"]["input_tokens"])
 

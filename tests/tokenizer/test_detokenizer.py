@@ -124,6 +124,33 @@ def test_a_leading_space_is_kept_after_a_prompt_and_dropped_without_one() -> Non
     assert feed(tokenizer, hello, prompt=[1])[-1] == "Hello", "a special token that is skipped is no text before it"
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("word piece", "end of word")])
+@given(data=st.data())
+def test_the_bytes_of_tokens_are_together_those_of_the_text_after_a_prompt(kind: str, data: st.DataObject) -> None:
+    tokenizer = KINDS[kind]()
+    token_ids = data.draw(token_ids_of(tokenizer))
+    text = feed(tokenizer, token_ids, prompt=tokenizer.encode("a"), skip_special_tokens=False)[-1]
+    assert b"".join(map(tokenizer.token_bytes, token_ids)).decode("utf-8", "replace") == text
+
+
+@pytest.mark.parametrize(
+    ("kind", "token", "expected"),
+    [
+        ("byte fallback", "<0xE2>", b"\xe2"),
+        ("byte fallback", "▁Hello", b" Hello"),
+        ("byte fallback", "</s>", b"</s>"),
+        ("metaspace", "▁é", b" \xc3\xa9"),
+        ("byte level", "ð", b"\xf0"),
+        ("byte level", "<|im_end|>", b"<|im_end|>"),
+        ("word piece", "é", b"\xc3\xa9"),
+        ("end of word", "a</w>", b"a"),
+    ],
+)
+def test_a_token_has_its_own_bytes(kind: str, token: str, expected: bytes) -> None:
+    tokenizer = KINDS[kind]()
+    assert tokenizer.token_bytes(tokenizer.vocabulary[token]) == expected
+
+
 def test_special_tokens_show_only_when_asked_for() -> None:
     tokenizer = embedded()
     token_ids = [*tokenizer.encode("yes"), tokenizer.eos_token_id]

@@ -90,18 +90,19 @@ class TokenDecoder:
         return self._backend.id_to_token(token_id) is not None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token, for tokenizers with a byte table."""
+        """Return the bytes of a token; without a byte table, those of the text that it has alone."""
         known = self._table.get(token_id)
         if known is None:
             known = self._table[token_id] = self._apply(token_id, first=False)
         return known
 
     def first_token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token at the beginning of a text."""
+        """Return the bytes of a token at the beginning of a text; without a byte table, those of `token_bytes`."""
         return self._apply(token_id, first=True)
 
     def _apply(self, token_id: int, first: bool) -> bytes:
-        assert self._rule is not None
+        if self._rule is None:
+            return self.decode([token_id], skip_special_tokens=False).encode()
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""

@@ -185,6 +185,12 @@ class Tokenizer:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the UTF-8 that a token, special or not, adds to a text: of a token that is a part of a character that
+        part, and of one that begins a word also the space before it. Joined, they are the text after a prompt, except
+        with tokenizers whose tokens depend on their neighbours (WordPiece): there it is the text of the token alone."""
+        return self._decoder.token_bytes(token_id)
+
     def stream(
         self,
         prompt_token_ids: Sequence[int] = (),

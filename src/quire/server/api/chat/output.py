@@ -65,11 +65,17 @@ class ChatChoices:
     """Converts the engine's outputs to events, with one parser for each choice."""
 
     def __init__(
-        self, plan: ChatPlan, request: ChatCompletionRequest, prompt: str, stream: Callable[[], TextStream]
+        self,
+        plan: ChatPlan,
+        request: ChatCompletionRequest,
+        prompt: str,
+        stream: Callable[[], TextStream],
+        token_bytes: Callable[[int], bytes],
     ) -> None:
-        """`stream` makes one that turns a choice's tokens into text."""
+        """`stream` makes one that turns a choice's tokens into text, `token_bytes` returns the UTF-8 of a token."""
         self._plan = plan
         self._stream = stream if request.mark_drafts else None
+        self._token_bytes = token_bytes
         self._drafted: dict[int, DraftedText] = {}
         self._request = request
         self._reasoning = plan.reasoning and plan.reasoning.after(prompt)
@@ -137,7 +143,8 @@ class ChatChoices:
         logprobs = None
         if request.logprobs and delta.logprobs is not None:
             as_ids = bool(request.return_tokens_as_token_ids)
-            logprobs = chat_logprobs(delta.token_ids, delta.logprobs, request.top_logprobs or 0, as_ids)
+            num_top = request.top_logprobs or 0
+            logprobs = chat_logprobs(delta.token_ids, delta.logprobs, num_top, as_ids, self._token_bytes)
         if not token_ids and not logprobs:
             return
         for i, event in enumerate(found):

@@ -52,13 +52,14 @@ async def run_chat(
     )
     if plan.shows_special_tokens and isinstance(params, SamplingParams):
         params = replace(params, skip_special_tokens=False)
+    tokenizer = model.llm.tokenizer
     stream = partial(
-        model.llm.tokenizer.stream,
+        tokenizer.stream,
         prompt["prompt_token_ids"],
         skip_special_tokens=params.skip_special_tokens,
         spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
     )
-    counts, choices = TokenCounts(), ChatChoices(plan, request, prompt["prompt"], stream)
+    counts, choices = TokenCounts(), ChatChoices(plan, request, prompt["prompt"], stream, tokenizer.token_bytes)
     timings: Timings | None = None
     async with aclosing(generate(model, [prompt], params, request_id)) as outputs:
         async for _, output in outputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
 
@@ -29,6 +29,7 @@ from quire.server.http.errors import invalid
 from quire.server.http.state import RequestContext, context_of
 from quire.server.models.served_model import ServedModel
 from quire.server.models.use import use_model
+from quire.text.tokenizer.token_decoder import TextStream
 
 MAX_COPIED_BYTES = 64 * 1024**2
 """Limit on the size of a request's parameters times its number of prompts."""
@@ -136,6 +137,22 @@ def _forget_tokens(output: RequestOutput) -> None:
         choice.finish_reason, choice.stop_reason = "length", None
 
 
+class _TextOffsets:
+    """Where each token begins in a text, in characters: all parts of a character begin where it does."""
+
+    def __init__(self, stream: TextStream, start: int, special: Mapping[int, str], text: str = "") -> None:
+        """`start` is the first token's offset. Of the `special` tokens that the stream skips, those count that `text`
+        spells."""
+        self._stream, self._end = stream, start
+        self._special, self._text = special, text
+
+    def take(self, token_id: int) -> int:
+        """Return the offset of the next token."""
+        start, spelt = self._end, self._special.get(token_id, "")
+        self._end += len(self._stream.push(token_id)) or len(spelt) * self._text.startswith(spelt, start)
+        return start
+
+
 class _Choices:
     """Converts a request's outputs to choices, each beginning with the prompt if `echo` is set."""
 
@@ -143,7 +160,8 @@ class _Choices:
         self._tokenizer = model.llm.tokenizer
         self._request = request
         self._num_choices = num_choices(request)
-        self._offsets: dict[int, int] = {}
+        self._skips_special = request.skip_special_tokens is not False
+        self._offsets: dict[int, _TextOffsets] = {}
         self._prompt_logprobs: dict[int, list[dict[int, Logprob] | None]] = {}
 
     def of(self, place: int, output: RequestOutput) -> list[CompletionChoice]:
@@ -156,19 +174,18 @@ class _Choices:
     def _choice(self, place: int, output: RequestOutput, delta: CompletionOutput) -> CompletionChoice | None:
         request, index = self._request, place * self._num_choices + delta.index
         is_first = index not in self._offsets
-        offset = self._offsets.setdefault(index, 0)
+        echoed = self._prompt_text(output) if is_first and request.echo else ""
         choice = CompletionChoice(
-            index=index, text=delta.text, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
+            index=index, text=echoed + delta.text, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
         )
-        logprobs = CompletionLogprobs([], [], [], []) if request.logprobs is not None else None
-        if is_first and request.echo:
-            choice.text = self._prompt_text(output) + delta.text
-            if logprobs is not None:
-                rows = self._prompt_logprobs[place]
-                offset = self._append(logprobs, output.prompt_token_ids, rows, offset)
+        logprobs = choice.logprobs = CompletionLogprobs([], [], [], []) if request.logprobs is not None else None
+        if is_first:
+            self._offsets[index] = self._output_offsets(output, len(echoed))
+            if request.echo and logprobs is not None:
+                offsets = self._prompt_offsets(output, echoed)
+                self._append(logprobs, output.prompt_token_ids, self._prompt_logprobs[place], offsets)
         if logprobs is not None and delta.logprobs is not None:
-            offset = self._append(logprobs, delta.token_ids, delta.logprobs, offset)
-        choice.logprobs, self._offsets[index] = logprobs, offset
+            self._append(logprobs, delta.token_ids, delta.logprobs, self._offsets[index])
         if request.return_token_ids:
             choice.token_ids = delta.token_ids
         if is_first:
@@ -185,23 +202,36 @@ class _Choices:
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None and self._request.truncate_prompt_tokens is None:
             return output.prompt
-        skip = self._request.skip_special_tokens is not False
-        return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
+        return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=self._skips_special)
+
+    def _prompt_offsets(self, output: RequestOutput, text: str) -> _TextOffsets:
+        """Those of the prompt's tokens in its text. A text that a client gave lacks the special tokens that were added
+        to it."""
+        skips_special = self._skips_special or text == output.prompt
+        stream = self._tokenizer.stream(skip_special_tokens=skips_special)
+        return _TextOffsets(stream, 0, self._tokenizer.special_token_texts, text)
+
+    def _output_offsets(self, output: RequestOutput, start: int) -> _TextOffsets:
+        stream = self._tokenizer.stream(
+            output.prompt_token_ids,
+            skip_special_tokens=self._skips_special,
+            spaces_between_special_tokens=self._request.spaces_between_special_tokens is not False,
+        )
+        return _TextOffsets(stream, start, self._tokenizer.special_token_texts)
 
     def _append(
         self,
         logprobs: CompletionLogprobs,
         token_ids: list[int],
         rows: list[dict[int, Logprob] | None] | list[dict[int, Logprob]],
-        offset: int,
-    ) -> int:
-        """Append tokens to `logprobs`, the first at `offset` of the text. Returns the offset after the last one."""
+        offsets: _TextOffsets,
+    ) -> None:
+        """Append tokens to `logprobs`; `offsets` are those of the text that they belong to."""
         as_ids, num_top = bool(self._request.return_tokens_as_token_ids), self._request.logprobs or 0
         for token_id, row in zip(token_ids, rows, strict=True):
-            text = self._tokenizer.decode_token(token_id)
-            logprobs.text_offset.append(offset)
-            offset += len(text)
+            logprobs.text_offset.append(offsets.take(token_id))
             if row is None:
+                text = self._tokenizer.decode_token(token_id)
                 logprobs.tokens.append(f"token_id:{token_id}" if as_ids else text)
                 logprobs.token_logprobs.append(None)
                 logprobs.top_logprobs.append(None)
@@ -211,7 +241,6 @@ class _Choices:
             shown = list(row.items())[: len(row) if num_top == ALL_LOGPROBS else num_top + 1]
             top = {token_text(i, lp, as_ids): finite(lp.logprob) for i, lp in reversed(shown)}  # its own text wins
             logprobs.top_logprobs.append(top)
-        return offset
 
 
 ENDPOINTS = (

@@ -223,6 +223,7 @@ class TopLogprob(msgspec.Struct, frozen=True, gc=False):
     token: str
     logprob: float
     bytes: tuple[int, ...] | None
+    """UTF-8 of the token, which may be a part of a character: those of all tokens are joined that of the text."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):

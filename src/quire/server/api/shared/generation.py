@@ -141,22 +141,26 @@ def finite(logprob: float) -> float:
 
 
 def chat_logprobs(
-    token_ids: Iterable[int], rows: Iterable[dict[int, Logprob]], num_top: int, as_ids: bool
+    token_ids: Iterable[int],
+    rows: Iterable[dict[int, Logprob]],
+    num_top: int,
+    as_ids: bool,
+    token_bytes: Callable[[int], bytes],
 ) -> list[TokenLogprob]:
-    """Log-probabilities in the format of chats: each token's own, and those of the `num_top` most likely."""
+    """Log-probabilities in the format of chats: each token's own, and those of the `num_top` most likely. With `as_ids`
+    tokens are named by their ids; their bytes are those of `token_bytes` nevertheless."""
     entries_of_tokens = []
     for token_id, row in zip(token_ids, rows, strict=True):
         entries = [
-            TopLogprob(text, finite(entry.logprob), tuple(text.encode()))
+            TopLogprob(token_text(i, entry, as_ids), finite(entry.logprob), tuple(token_bytes(i)))
             for i, entry in row.items()
-            for text in (token_text(i, entry, as_ids),)
         ]
         own = row[token_id]
         if num_top != ALL_LOGPROBS:
             entries = [entry for lp, entry in zip(row.values(), entries, strict=True) if (lp.rank or 0) <= num_top]
         entries.sort(key=lambda entry: -entry.logprob)
-        text = token_text(token_id, own, as_ids)
-        entries_of_tokens.append(TokenLogprob(text, finite(own.logprob), tuple(text.encode()), entries))
+        text, own_bytes = token_text(token_id, own, as_ids), tuple(token_bytes(token_id))
+        entries_of_tokens.append(TokenLogprob(text, finite(own.logprob), own_bytes, entries))
     return entries_of_tokens
 
 
