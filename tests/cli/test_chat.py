@@ -163,4 +163,4 @@ def test_a_message_that_does_not_fit_is_refused_and_forgotten(
     before = list(session.messages)
     assert not session.answer("word " * 300)
     assert session.messages == before
-    assert "the context holds 256" in capsys.readouterr().err
+    assert "maximum context length is 256 tokens" in capsys.readouterr().err

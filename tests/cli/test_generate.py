@@ -161,7 +161,10 @@ class FakeConfig:
         (["--temperature", "nan", "--prompt", "x"], "temperature=nan: must be 0"),
         (["--max-tokens", "0", "--prompt", "x"], "max_tokens=0: must be at least 1"),
         (["--raw", "--prompt", ""], "the prompt is empty"),
-        (["--prompt", "word " * 400], "the prompt has .* tokens, and the context holds 256"),
+        (
+            ["--prompt", "word " * 400],
+            "the prompt has .* tokens, and this model's maximum context length is 256 tokens",
+        ),
         (["--max-model-len", "many", "--prompt", "x"], "max_model_len='many'"),
         (["--model", "/nowhere", "--prompt", "x"], "'/nowhere'"),
     ],

@@ -208,11 +208,12 @@ def test_a_prompt_beyond_the_context_names_both_numbers(reciting):
     for path, body in (
         (COMPLETIONS, {"prompt": [5] * 300}),
         (CHAT, {"messages": [{"role": "user", "content": "word " * 300}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "word " * 100_000}]}),
     ):
         error = reciting.post(path, body).error
         assert error["code"] == "context_length_exceeded"
         assert error["param"] == ("prompt" if path == COMPLETIONS else "messages")
-        assert "256" in error["message"]
+        assert "this model's maximum context length is 256 tokens" in error["message"], "by which clients know it"
     assert "300 tokens" in reciting.post(COMPLETIONS, {"prompt": [5] * 300}).error["message"]
 
 

@@ -46,6 +46,12 @@ def test_the_type_follows_from_the_status(status, openai, anthropic):
     }  # fmt: skip
 
 
+def test_a_prompt_that_is_too_long_begins_as_anthropics_clients_expect_it():
+    error = api_error(PromptTooLongError("it has 300 tokens"), "id", {})
+    assert body(error, ANTHROPIC)["error"]["message"] == "prompt is too long: it has 300 tokens"
+    assert body(error)["error"]["message"] == "it has 300 tokens"
+
+
 def test_clients_of_ollama_find_the_text_alone():
     assert body(ApiError(404, "no", param="n", code="c"), "/api/chat") == {"error": "no"}
     assert body(ApiError(404, "no"), "/v1/api/chat")["error"]["message"] == "no"

@@ -62,7 +62,7 @@ class InvalidPromptError(RequestError):
 
 
 class PromptTooLongError(RequestError):
-    """The prompt does not fit into the context."""
+    """The prompt does not fit into the context. Many clients know this by the words `maximum context length is`."""
 
 
 class RequestFailedError(QuireError):

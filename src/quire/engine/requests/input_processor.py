@@ -165,8 +165,8 @@ class InputProcessor:
         limit = self.model.max_model_len
         if len(token_ids) >= limit:
             raise PromptTooLongError(
-                f"the prompt has {len(token_ids)} tokens, and the context holds {limit}, one of them for the output: "
-                "shorten the prompt or raise max_model_len"
+                f"the prompt has {len(token_ids)} tokens, and this model's maximum context length is {limit} tokens, "
+                "one of them for the output: shorten the prompt or raise max_model_len"
             )
         self.check_token_ids(token_ids)
         return text, token_ids, _content_key(cache_salt, adapter)
@@ -182,8 +182,8 @@ class InputProcessor:
         most = limit * self.tokenizer.max_token_len
         if len(text) > most and not cuts:
             raise PromptTooLongError(
-                f"the text has {len(text):,} characters, and the {limit:,} tokens of the context have at most "
-                f"{most:,}: shorten it or raise max_model_len"
+                f"the text has {len(text):,} characters, and this model's maximum context length is {limit} tokens, "
+                f"which have at most {most:,}: shorten it or raise max_model_len"
             )
         if keeps_start and cuts:
             return text[: max(_PIECE_CHARS, most)]
@@ -196,8 +196,8 @@ class InputProcessor:
                 return text[start:]
             if num_tokens > limit:
                 raise PromptTooLongError(
-                    f"the text has {len(text):,} characters and more than {num_tokens:,} tokens, and the context holds "
-                    f"{limit}: shorten it or raise max_model_len"
+                    f"the text has {len(text):,} characters and more than {num_tokens:,} tokens, and this model's "
+                    f"maximum context length is {limit} tokens: shorten it or raise max_model_len"
                 )
         return text
 
@@ -231,8 +231,8 @@ class InputProcessor:
             )
         if len(token_ids) > self.model.max_model_len:
             raise PromptTooLongError(
-                f"context and continuation have {len(token_ids)} tokens, and the model's context holds "
-                f"{self.model.max_model_len}: shorten the context or raise max_model_len"
+                f"context and continuation have {len(token_ids)} tokens, and this model's maximum context length is "
+                f"{self.model.max_model_len} tokens: shorten the context or raise max_model_len"
             )
         return token_ids, first, _content_key(cache_salt, adapter)
 

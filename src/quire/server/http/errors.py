@@ -22,6 +22,8 @@ from quire.common.errors import (
 from quire.common.log import logger
 from quire.common.params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
 
+TOO_LONG = "context_length_exceeded"
+"""The code for a prompt that is too long."""
 ANTHROPIC_PATH, OLLAMA_PATH = "/v1/messages", "/api/"
 """Beginnings of paths whose errors have another form than OpenAI's."""
 MAX_MESSAGE_LEN = 2000
@@ -101,7 +103,8 @@ class ApiError(Exception):
     def _anthropic_body(self) -> dict[str, Any]:
         fallback = "invalid_request_error" if self.status < 500 else "api_error"
         kind = _ANTHROPIC_TYPES.get(self.status, fallback)
-        return {"type": "error", "error": {"type": kind, "message": self._text()}, "request_id": self.request_id}
+        said = f"prompt is too long: {self._text()}" if self.code == TOO_LONG else self._text()  # as clients expect it
+        return {"type": "error", "error": {"type": kind, "message": said}, "request_id": self.request_id}
 
     def _text(self) -> str:
         """The message, which may quote a client's text: shortened, and without invalid Unicode."""
@@ -132,7 +135,7 @@ def _api_error(error: BaseException, request_id: str) -> ApiError:
         case ApiError():
             return error
         case PromptTooLongError():
-            return invalid(str(error), _param(error), "context_length_exceeded")
+            return invalid(str(error), _param(error), TOO_LONG)
         case RequestError():
             return invalid(str(error), _param(error))
         case TokenizerError():  # no chat template, or a broken one
