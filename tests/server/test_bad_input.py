@@ -217,6 +217,16 @@ def test_a_prompt_beyond_the_context_names_both_numbers(reciting):
     assert "300 tokens" in reciting.post(COMPLETIONS, {"prompt": [5] * 300}).error["message"]
 
 
+@pytest.mark.parametrize("contents", [["word " * 3_400_000], ["word " * 100] * 31_900], ids=["long", "many"])
+def test_what_exceeds_the_template_s_limits_since_the_messages_are_too_long_is_not_the_template_s_fault(
+    reciting, contents
+):
+    error = reciting.post(CHAT, {"messages": [{"role": "user", "content": content} for content in contents]}).error
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert "characters" in error["message"]
+    assert "this model's maximum context length is 256 tokens" in error["message"]
+
+
 def test_unknown_models_paths_and_methods(reciting):
     answer = reciting.post(COMPLETIONS, {"prompt": "a", "model": "gpt-9"})
     assert answer.status == 404

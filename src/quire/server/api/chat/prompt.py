@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from quire.common.errors import InvalidPromptError
+from quire.common.errors import InvalidPromptError, TokenizerError
 from quire.server.api.chat.protocol import ChatCompletionRequest, ChatMessage, ContentPart, Tool
 from quire.server.api.pooling.protocol import InputFields
 from quire.server.api.shared.sampling import check_generates
@@ -63,7 +63,8 @@ async def chat_text(
 ) -> str:
     """The text of a conversation, made as the request says. `tools` are those that the template shows, `variables`
     its other variables. Raises ApiError or RequestError for messages, tools or a template that are wrong,
-    TokenizerError where there is no template."""
+    PromptTooLongError for messages that exceed the template's limits and the context, TokenizerError where there is no
+    template."""
     check_client_template(model, request.chat_template)
     variables = template_variables(model, variables)
 
@@ -74,6 +75,9 @@ async def chat_text(
             if all(_is_object(call.function.arguments) for m in messages for call in m.tool_calls or ()):
                 raise
             return apply(keeps_text=False)  # this template reads the arguments of calls by name
+        except TokenizerError:
+            model.llm.inputs.readable("".join(text for m in messages for text in _texts(m)), cuts=False)
+            raise  # what exceeds the template's limits is rarely its fault: more often the messages exceed the context
 
     def apply(*, keeps_text: bool) -> str:
         return model.llm.tokenizer.apply_chat_template(
@@ -88,7 +92,7 @@ async def chat_text(
 
     continues, generates = bool(request.continue_final_message), request.add_generation_prompt
     is_quick = request.chat_template is None and not tools and not variables and len(messages) <= _QUICK_MESSAGES
-    is_quick = is_quick and sum(map(_num_chars, messages)) <= _QUICK_CHARS
+    is_quick = is_quick and sum(1 + len(text) for m in messages for text in _texts(m)) <= _QUICK_CHARS
     return render() if is_quick else await asyncio.to_thread(render)
 
 
@@ -109,12 +113,12 @@ def template_variables(model: ServedModel, given: Mapping[str, Any]) -> dict[str
     return {**(model.args.default_chat_template_kwargs or {}), **given}
 
 
-def _num_chars(message: ChatMessage) -> int:
-    """Approximate size of the text that a template may render."""
+def _texts(message: ChatMessage) -> list[str]:
+    """The texts that a template may render."""
     parts = message.content if isinstance(message.content, list) else [ContentPart(text=message.content)]
     calls = [call.function.arguments for call in message.tool_calls or ()]
     texts = [*(part.text for part in parts), message.reasoning_content, message.reasoning, message.refusal, *calls]
-    return sum(1 + len(text or "") for text in texts)
+    return [text or "" for text in texts]
 
 
 def _plain_message(message: ChatMessage, where: str, keeps_text: bool) -> dict[str, Any]:
