@@ -167,10 +167,13 @@ def test_an_adapter_whose_files_vanish_gives_an_error_that_says_so(
     assert not any(record.exc_info for record in caplog.records)
 
 
-@pytest.mark.parametrize(("name", "reason"), [("", "lora_name=''"), ("a\n", "printable"), ("alias", "is taken by")])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("", "lora_name=''"), ("a\n", "printable"), ("alias", "is taken by"), ("x" * 201, "lora_name='xxx")],
+)
 def test_wrong_names_are_refused(server: Server, name: str, reason: str) -> None:
     answer = server.post(LOAD, {"lora_name": name, "lora_path": "0"})
-    assert answer.status == 400
+    assert (answer.status, answer.error["param"]) == (400, "lora_name")
     assert reason in answer.error["message"]
 
 

@@ -105,7 +105,7 @@ CHAT_CASES = [
     ({"chat_template": "{{ messages }}"}, "chat_template"),
     ({"chat_template_kwargs": {"chat_template": "{{ messages }}"}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
-    ({"continue_final_message": True, "add_generation_prompt": True}, "messages"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
 ]
 
 

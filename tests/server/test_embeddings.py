@@ -286,6 +286,7 @@ def test_classes_have_their_names():
         ("/v2/embed", {"texts": ["a", "b " * 500], "truncate": "NONE"}, "texts[1]"),
         ("/v2/embed", {"texts": ["a", "b c d e"], "truncate": "NONE", "max_tokens": 3}, "texts[1]"),
         ("/v2/embed", {"texts": ["a"], "max_tokens": 0}, "max_tokens"),
+        ("/v2/embed", {"texts": ["a"], "output_dimension": 10}, "output_dimension"),
     ],
 )
 def test_what_is_refused(embedder, path, body, param):
@@ -305,6 +306,26 @@ def test_requests_to_generate_are_sent_to_the_endpoints_that_pool(embedder, path
     assert answer.error["message"] == said
     if path != "/v1/messages":
         assert (answer.error["param"], answer.error["code"]) == ("model", "unsupported_task")
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_clients_of_ollama_are_sent_to_ollamas_endpoint(embedder, path):
+    answer = embedder.post(path, {"model": "alias", "prompt": "a", "messages": [{"role": "user", "content": "a"}]})
+    said = "this model pools texts, and cannot generate: send the text to /api/embed or /pooling"
+    assert (answer.status, answer.error) == (400, said)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/v2/embed", {"texts": ["b " * 500], "truncate": "NONE"}, "or cut it with truncate=END"),
+        ("/api/embed", {"model": "alias", "input": "b " * 500, "truncate": False}, "or cut it with truncate=true"),
+        (PATH, {"input": "b " * 500}, "or cut it with truncate_prompt_tokens=-1"),
+    ],
+)
+def test_how_to_cut_a_text_is_said_in_the_protocol_s_words(embedder, path, body, said):
+    error = embedder.post(path, body).error
+    assert (error if path == "/api/embed" else error["message"]).endswith(said)
 
 
 def test_one_wrong_text_is_named(embedder):

@@ -134,16 +134,26 @@ def test_retry_after_is_sent_where_it_is_known():
         ("max_tokens is wrong", "max_output_tokens", "max_output_tokens is wrong"),
         ("max_tokens: wrong, max_tokens", "max_output_tokens", "max_output_tokens: wrong, max_tokens"),
         ("n=0: no", "n", "n=0: no"),
+        ("json is rejected: no", "text", "text: json is rejected: no"),
+        ("structured_outputs: no", "text", "text: no"),
+        ("tools[0].function.name='.function': no", "tools[0]", "tools[0].name='.function': no"),
     ],
 )
 def test_a_field_is_named_as_the_client_named_it(message, param, expected):
-    found = api_error(InvalidParamsError(message), "id", {"max_tokens": "max_output_tokens"})
+    names = {"max_tokens": "max_output_tokens", "structured_outputs": "text", ".function": ""}
+    found = api_error(InvalidParamsError(message), "id", names)
     assert (found.param, found.message) == (param, expected)
 
 
 def test_an_item_of_a_list_is_named_by_the_name_of_the_list():
     found = api_error(InvalidPromptError("messages[2]: no role"), "id", {"messages": "input"})
-    assert found.param == "input"
+    assert (found.param, found.message) == ("input", "input: messages[2]: no role")
+
+
+def test_an_error_is_put_into_the_clients_words_once():
+    error, names = InvalidParamsError("tools[0].function.name='.function': no"), {".function": ""}
+    found = api_error(error, "id", names)
+    assert api_error(found, "id", names).message == "tools[0].name='.function': no"
 
 
 def test_only_a_whole_name_is_replaced_in_a_message():

@@ -185,7 +185,7 @@ def test_the_default_is_one_choice(n, expected):
 @pytest.mark.parametrize(
     ("num_prompts", "fields", "param"),
     [(3, {}, None), (4, {}, "prompt"), (3, {"n": 2}, None), (2, {"n": 3}, None), (3, {"n": 3}, "n"),
-     (1, {"n": 6}, None), (1, {"n": 7}, "n"), (1, {"best_of": 7}, "n"), (2, {"n": 1, "best_of": 3}, None),
+     (1, {"n": 6}, None), (1, {"n": 7}, "n"), (1, {"best_of": 7}, "best_of"), (2, {"n": 1, "best_of": 3}, None),
      (1, {"n": 6, "best_of": 2}, None)],
 )  # fmt: skip
 def test_prompts_and_choices_are_bounded(num_prompts, fields, param):
@@ -200,7 +200,7 @@ def test_prompts_and_choices_are_bounded(num_prompts, fields, param):
 def test_by_default_each_prompt_has_one_sample():
     state = SimpleNamespace(llm=STATE.llm, args=SimpleNamespace(max_prompts_per_request=3, max_choices_per_request=3))
     check_request(state, SamplingFields(), 3)
-    assert refusal(check_request, state, SamplingFields(best_of=2), 3).param == "n"
+    assert refusal(check_request, state, SamplingFields(best_of=2), 3).param == "best_of"
 
 
 def test_the_number_of_prompts_is_one_by_default():

@@ -40,7 +40,8 @@ _ANTHROPIC_TYPES = _OPENAI_TYPES | {413: "request_too_large", 500: "api_error", 
 _PARAM_NAMES = {
     name: name for kind in (SamplingParams, BeamSearchParams, PoolingParams) for name in kind.__struct_fields__
 } | dict.fromkeys(StructuredOutputsParams.__struct_fields__, "structured_outputs")
-_PARAM_NAMES |= {name: name for name in ("structured_outputs", "tools", "tool_choice", *TEXT_FIELDS)}
+_OTHER_NAMES = ("structured_outputs", "tools", "tool_choice", "continue_final_message", "lora_name", *TEXT_FIELDS)
+_PARAM_NAMES |= {name: name for name in _OTHER_NAMES}
 _USUAL_NAMES = {"tenant": "user", "beam_width": "n"}
 _LEADING_NAME = re.compile(rf"(?:messages|tools|{'|'.join(TEXT_FIELDS)})\[\d+\]|\w+")
 
@@ -120,14 +121,27 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 def api_error(error: BaseException, request_id: str, field_names: Mapping[str, str]) -> ApiError:
     """The response to any exception. An error of the client is described in full; any other error is logged with the
     request's id, and the response has no internal details. `field_names` maps the engine's names of fields, or those of
-    a protocol that this one is translated to, to the body's own."""
+    a protocol that this one is translated to, to the body's own; and words of messages, such as `.function`, of which
+    the first is replaced. An error that has been through this for the same request is returned as it is."""
     found = _api_error(error, request_id)
+    if found.request_id == request_id:
+        return found
     found.request_id = request_id
+    if words := [re.escape(name) for name in field_names if not name.isidentifier()]:
+        found.message = re.sub("|".join(words), lambda match: field_names[match[0]], found.message, count=1)
     name = (found.param or "").partition("[")[0]
     if name in (named := _USUAL_NAMES | dict(field_names)):
         found.param = named[name]
-        found.message = re.sub(rf"^{name}(?=[=: ])", found.param, found.message)
+        found.message = _renamed(found.message, name, found.param)
     return found
+
+
+def _renamed(message: str, name: str, own: str) -> str:
+    """The message with a field's own name. One that begins with a part of the field, or another name, follows it."""
+    first = (_LEADING_NAME.match(message) or [""])[0]
+    if first != name and first.partition("[")[0] in (name, *_PARAM_NAMES):
+        return f"{own}: {message}"
+    return re.sub(rf"^{name}(?=[=: ])", own, message)
 
 
 def _api_error(error: BaseException, request_id: str) -> ApiError:

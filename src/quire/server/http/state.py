@@ -84,7 +84,7 @@ class RequestContext:
     base_model: str = ""
     """The first name of the model, also where `model` is a LoRA adapter of it."""
     field_names: dict[str, str] = field(default_factory=dict)
-    """The body's names for fields that error messages of the engine call otherwise, such as `prompt`."""
+    """The body's names for fields that error messages of the engine call otherwise, as `prompt`: see `api_error`."""
     unknown_fields: list[str] = field(default_factory=list)
     """Fields of the body that were ignored; reported as `x-quire-warning`."""
     body: bytearray | None = None

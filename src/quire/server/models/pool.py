@@ -85,7 +85,8 @@ class ModelPool:
         """Raise ApiError (400) if the name is taken, other than by an adapter of `owner`."""
         for entry in self.entries:
             if name in entry.spec.names or (entry is not owner and name in entry.adapter_names):
-                raise invalid(f"the name {name[:200]!r} is taken by the model {entry.name!r} or an adapter of it")
+                message = f"the name {name[:200]!r} is taken by the model {entry.name!r} or an adapter of it"
+                raise invalid(message, "name")
 
     def observe(self, observer: Callable[[ModelEntry], None]) -> None:
         """Call `observer` with every model, also with those that are added later."""

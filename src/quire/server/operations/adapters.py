@@ -13,7 +13,7 @@ from quire.common.lora import MAX_PATH_LEN, LoRARequest
 from quire.server.http.bodies import read_struct
 from quire.server.http.endpoint import Endpoint, json_response
 from quire.server.http.errors import ApiError, invalid
-from quire.server.http.state import state_of
+from quire.server.http.state import context_of, state_of
 from quire.server.models.use import use_model
 
 
@@ -47,6 +47,7 @@ async def load_adapter(request: Request) -> ASGIApp:
     """POST /v1/load_lora_adapter, of the model that `?model=` names or of the first. The weights are loaded when a
     request needs them. Raises ApiError: 400 for a wrong adapter or a name that is taken, 403 for a folder elsewhere."""
     body, state = await read_struct(request, LoadAdapter), state_of(request)
+    context_of(request).field_names["name"] = "lora_name"
     folder = _below(state.args.lora_dir, body.lora_path)
     name = request.query_params.get("model")
     model = await use_model(request, name)

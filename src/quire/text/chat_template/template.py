@@ -45,7 +45,7 @@ class ChatTemplate:
         """
         if add_generation_prompt and continue_final_message:
             raise InvalidPromptError(
-                "add_generation_prompt starts a new turn and continue_final_message continues the last one: set one "
+                "continue_final_message continues the last turn and add_generation_prompt starts a new one: set one "
                 "of them to False"
             )
         checked = check_messages(messages)

@@ -41,6 +41,8 @@ async def run_chat(
     _name_fields(context.field_names, request)
     check_request(model, request)
     plan = ChatPlan(model, request)
+    if plan.forced is not None:
+        context.field_names["structured_outputs"] = "tools"
     prompt = prompt or await make_prompt(model, request, plan)
     params = make_params(
         model,

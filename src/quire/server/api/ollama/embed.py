@@ -63,6 +63,7 @@ async def _embed(
     """The outputs, and when the model had been loaded, in nanoseconds. Long texts are cut, as Ollama does; without any
     text, the model is only loaded."""
     models, context = state_of(request).models, context_of(request)
+    context.field_names["truncate_prompt_tokens=-1"] = "truncate=true"
     entry = models.find(body.model)
     fields = EmbeddingRequest(model=body.model, truncate_prompt_tokens=-1 if truncates else None)
     model = await begin(request, fields)

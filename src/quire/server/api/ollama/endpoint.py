@@ -14,12 +14,16 @@ from quire.server.api.chat.run import make_prompt, run_chat
 from quire.server.api.ollama import protocol as api
 from quire.server.api.ollama.input import FIELD_NAMES, chat_of_chat, chat_of_generate, keep_alive_s
 from quire.server.api.ollama.stream import AnswerBuilder, Part
+from quire.server.api.shared.sampling import check_generates
 from quire.server.http import sse
 from quire.server.http.bodies import read_struct
 from quire.server.http.endpoint import Endpoint, json_response
 from quire.server.http.state import context_of, state_of
 from quire.server.models.served_model import ServedModel
 from quire.server.models.use import use_model
+
+_CONTEXT_NAMES = {"is not one of this model's": "of context is not one of this model's"}
+"""A token id that does not exist comes from `context`: the tokens of a text all exist."""
 
 
 async def chat(request: Request) -> ASGIApp:
@@ -31,7 +35,7 @@ async def chat(request: Request) -> ASGIApp:
 
 async def generate(request: Request) -> ASGIApp:
     """POST /api/generate"""
-    context_of(request).field_names |= {**FIELD_NAMES, "prompt": "prompt"}
+    context_of(request).field_names |= {**FIELD_NAMES, "prompt": "prompt", **_CONTEXT_NAMES}
     body = await read_struct(request, api.GenerateRequest)
     return await _answer(request, body, chat_of_generate(body) if body.prompt else None)
 
@@ -52,6 +56,7 @@ async def _answer(
     builder = AnswerBuilder(body.model, context.start_s, time.monotonic() - began_s, is_chat=is_chat)
     if chat is None:
         return json_response(builder.done(Part(), "load"))
+    check_generates(model, "/api/embed")
     prompt = await _prompt(model, body, chat) if isinstance(body, api.GenerateRequest) else None
     events = run_chat(model, chat, f"ollama-{context.request_id}", request, prompt)
     if body.stream is not False:

@@ -15,7 +15,7 @@ from quire.server.http.errors import ApiError, invalid
 
 FIELD_NAMES: Mapping[str, str] = {
     "prompt": "messages", "max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty",
-    "response_format": "format", "structured_outputs": "format",
+    "response_format": "format",
 } | {name: f"options.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop",
                                             "presence_penalty", "frequency_penalty")}  # fmt: skip
 """Names in this API of fields that error messages call otherwise."""

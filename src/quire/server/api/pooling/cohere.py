@@ -26,6 +26,7 @@ from quire.server.http.state import context_of
 async def create_cohere_embeddings(request: Request) -> ASGIApp:
     """POST /v2/embed"""
     context, body = context_of(request), await read_struct(request, api.CohereEmbedRequest)
+    context.field_names |= {"dimensions": "output_dimension", "truncate_prompt_tokens=-1": "truncate=END"}
     check_count(len(body.texts), "texts")
     model = await begin(request, body, "texts")
     limit = model.llm.model_config.max_model_len if body.max_tokens is None else body.max_tokens

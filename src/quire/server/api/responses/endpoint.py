@@ -30,6 +30,7 @@ _QUICK_ITEMS = 256
 """Number of items that are converted at once; more are converted in a thread."""
 _FIELD_NAMES = {
     "prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text",
+    ".function": "",
 }  # fmt: skip
 _SAME_NAMES = ("previous_response_id", "instructions", "max_output_tokens", "max_tool_calls", "user",
                "safety_identifier", "prompt_cache_key")  # fmt: skip
@@ -44,10 +45,7 @@ def stored_responses(state: ServerState) -> StoredResponses:
 
 async def create(request: Request) -> ASGIApp:
     """Create a response: whole, as a stream, or in the background."""
-    context_of(request).field_names |= _FIELD_NAMES
     body = await read_struct(request, api.ResponsesRequest)
-    if body.structured_outputs is None:
-        context_of(request).field_names["structured_outputs"] = "text"
     state, owner = state_of(request), context_of(request).tenant
     responses = stored_responses(state)
     if body.background:
@@ -125,7 +123,8 @@ async def input_items(request: Request) -> ASGIApp:
 async def _make_run(request: Request, body: api.ResponsesRequest, responses: StoredResponses, owner: str) -> Run:
     state = state_of(request)
     model = await use_model(request, body.model)
-    check_request(body)
+    check_request(body)  # its errors have the body's own names, such as `prompt`
+    context_of(request).field_names |= _FIELD_NAMES
     earlier = await _history(responses, owner, body.previous_response_id, state.args.max_body)
 
     def read() -> tuple[ChatCompletionRequest, bytes]:

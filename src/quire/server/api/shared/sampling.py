@@ -25,8 +25,8 @@ _NOT_WITH_BEAMS = (
     "prediction",
 )  # fmt: skip
 """Fields that beam search does not support. Fields that only affect random draws are allowed."""
-_POOLING_PATHS = {"embed": "/v1/embeddings", "classify": "/classify", "score": "/score"}
-"""By task of a model that pools, the endpoint for it; /pooling has the others."""
+_POOLING_PATHS = {"classify": "/classify", "score": "/score"}
+"""By task of a model that pools, the endpoint for it; /pooling has the others, except `embed`."""
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 
 
@@ -65,7 +65,7 @@ def name_fields(names: dict[str, str], request: SamplingFields) -> None:
     """Add the request's names of fields that the engine's error messages call otherwise."""
     for name in (*_GUIDED, "response_format"):
         if getattr(request, name) is not None:
-            names.setdefault("structured_outputs", name)
+            names.setdefault("structured_outputs", names.get(name, name))
 
 
 def content_format(request: SamplingFields) -> ResponseFormat | None:
@@ -106,10 +106,10 @@ def num_choices(request: SamplingFields) -> int:
     return 1 if request.n is None else request.n
 
 
-def check_generates(model: ServedModel) -> None:
-    """Raise ApiError (400), which names the endpoints that the model has, if it pools."""
+def check_generates(model: ServedModel, embed: str = "/v1/embeddings") -> None:
+    """Raise ApiError (400) with the endpoints that the model has, if it pools. `embed` is that of embeddings."""
     if (pooler := model.llm.pooler) is not None:
-        paths = dict.fromkeys(_POOLING_PATHS.get(task, "/pooling") for task in pooler.tasks)
+        paths = dict.fromkeys({**_POOLING_PATHS, "embed": embed}.get(task, "/pooling") for task in pooler.tasks)
         message = f"this model pools texts, and cannot generate: send the text to {' or '.join(paths)}"
         raise invalid(message, "model", "unsupported_task")
 
@@ -122,10 +122,11 @@ def check_request(model: ServedModel, request: SamplingFields, num_prompts: int 
         limit = args.max_prompts_per_request
         raise invalid(f"prompt contains {num_prompts:,} prompts; at most {limit:,} are allowed", "prompt")
     if num_prompts * num_samples > args.max_choices_per_request:
+        name = "n" if num_samples == num_choices(request) else "best_of"
         raise invalid(
-            f"{num_prompts:,} prompts times n={num_samples:,} are {num_prompts * num_samples:,} choices; at most "
+            f"{num_prompts:,} prompts times {name}={num_samples:,} are {num_prompts * num_samples:,} choices; at most "
             f"{args.max_choices_per_request:,} are allowed",
-            "n",
+            name,
         )
     vocab_size = model.llm.model_config.vocab_size
     for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):  # checking each of them would take long
