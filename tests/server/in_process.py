@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -277,3 +278,20 @@ def saying(
 
 def tokenizer_of(server: Server) -> Tokenizer:
     return server.llm.tokenizer
+
+
+def hold(server: Server) -> asyncio.Event:
+    """From now on, answers stop after three tokens, until the event that is returned is set."""
+    gate, generate = asyncio.Event(), server.llm.generate
+
+    async def held(*args: Any, **kwargs: Any) -> AsyncIterator[RequestOutput]:
+        num_outputs = 0
+        async with aclosing(generate(*args, **kwargs)) as outputs:
+            async for output in outputs:
+                yield output
+                num_outputs += 1
+                if num_outputs == 3:
+                    await gate.wait()
+
+    server.llm.generate = held
+    return gate

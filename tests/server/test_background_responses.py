@@ -3,19 +3,18 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.common.outputs import RequestOutput
 from quire.server.api.responses.endpoint import stored_responses
 from quire.server.api.responses.store import StoredResponse
 from quire.server.config import ServerArgs
 from quire.server.operations.lifecycle import DrainGate
 from quire.server.serve import finish
-from tests.server.in_process import Server
+from tests.server.in_process import Server, hold
 from tests.server.responses import URL, Say, create, events_of
 
 
@@ -43,23 +42,6 @@ def test_what_runs_in_the_background_is_ended_with_the_server(say: Say, tmp_path
 
 
 LONG = "word " * 60
-
-
-def hold(server: Server) -> asyncio.Event:
-    """From now on, answers stop after three tokens, until the event that is returned is set."""
-    gate, generate = asyncio.Event(), server.llm.generate
-
-    async def held(*args: Any, **kwargs: Any) -> AsyncIterator[RequestOutput]:
-        num_outputs = 0
-        async with aclosing(generate(*args, **kwargs)) as outputs:
-            async for output in outputs:
-                yield output
-                num_outputs += 1
-                if num_outputs == 3:
-                    await gate.wait()
-
-    server.llm.generate = held
-    return gate
 
 
 @asynccontextmanager

@@ -36,6 +36,7 @@ def body(error: ApiError, path: str = OPENAI) -> dict:
         (500, "server_error", "api_error"),
         (502, "server_error", "api_error"),
         (503, "service_unavailable_error", "overloaded_error"),
+        (504, "server_error", "timeout_error"),
     ],
 )
 def test_the_type_follows_from_the_status(status, openai, anthropic):

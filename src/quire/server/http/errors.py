@@ -36,7 +36,7 @@ _OPENAI_TYPES = {
 }
 TEXT_FIELDS = ("input", "texts", "query", "queries", "documents", "items", "text_1", "text_2", "data_1", "data_2")
 """Fields with texts that are pooled."""
-_ANTHROPIC_TYPES = _OPENAI_TYPES | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+_ANTHROPIC_TYPES = _OPENAI_TYPES | {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 _PARAM_NAMES = {
     name: name for kind in (SamplingParams, BeamSearchParams, PoolingParams) for name in kind.__struct_fields__
 } | dict.fromkeys(StructuredOutputsParams.__struct_fields__, "structured_outputs")

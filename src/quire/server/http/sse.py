@@ -121,7 +121,7 @@ class EventStream:
         keep_alive_s: float,
         kind: bytes = EVENTS,
     ) -> None:
-        """`to_event` makes the last event of an exception that `events` raises."""
+        """`to_event` makes the last event of an exception that `events` raises, or of the server's abort."""
         self._events = events
         self._to_event = to_event
         self._first: asyncio.Task[bytes | None] | None = None
@@ -129,6 +129,7 @@ class EventStream:
         self._keep_alive_s = keep_alive_s
         self._kind = kind
         self._last_sent_s = 0.0
+        self._is_complete = False
 
     async def peek(self) -> None:
         """Wait up to PEEK_S for the first event. If it raises, close the events and raise the same exception."""
@@ -142,7 +143,8 @@ class EventStream:
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events, until the client disconnects."""
+        """Send all events, until the client disconnects or the server aborts the request: that error is the end, which
+        `events` may write themselves when they are cancelled."""
         tasks: list[asyncio.Task[None]] = []
         try:
             await send(
@@ -159,6 +161,14 @@ class EventStream:
             await asyncio.wait({pump, watch}, return_when=asyncio.FIRST_COMPLETED)
             if pump.done():
                 pump.result()
+        except asyncio.CancelledError:
+            error = context_of(scope).abort_error()
+            if error is not None:
+                await _cancel(*tasks)
+                await self._close()
+                if not self._is_complete:
+                    await send({"type": "http.response.body", "body": self._to_event(error), "more_body": False})
+            raise
         finally:
             await _cancel(*tasks)
             await self._close()
@@ -176,6 +186,7 @@ class EventStream:
             self._last_sent_s = clock()
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+        self._is_complete = True
 
     async def _all(self) -> Events:
         try:

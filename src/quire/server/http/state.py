@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -95,6 +96,8 @@ class RequestContext:
     """Closed when the response was sent and the background generation has ended."""
     background: asyncio.Task[None] | None = None
     """Generation that continues after the response was sent."""
+    abort_error: Callable[[], ApiError | None] = lambda: None
+    """Returns the error with which the server aborts this request. None: a cancellation means that the client left."""
     start_s: float = field(default_factory=time.monotonic)
     start_ns: int = field(default_factory=time.time_ns)
     status: int = CLIENT_CLOSED_REQUEST

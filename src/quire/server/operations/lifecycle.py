@@ -12,8 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.common.memory import IDLE_S
-from quire.server.http.errors import ANTHROPIC_PATH, ApiError
-from quire.server.http.sse import NDJSON, error_line, frame
+from quire.server.http.errors import ApiError
 from quire.server.http.state import context_of
 from quire.server.operations.admission import MAX_RETRY_AFTER_S, Admission, tenant_of_address
 
@@ -85,25 +84,34 @@ class DrainGate:
         _expire(self._reading)
 
     async def _pass(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call `app` under a deadline. Raises ApiError: 503 while draining, 504 after the deadline."""
+        """Call `app` under a deadline. Raises ApiError: 503 while draining, 504 after the deadline. A response that has
+        begun ends by itself: it finds the error in the request's context."""
         is_work = scope["method"] == "POST"
         if self.is_closed or (self.is_draining and is_work):
             retry_s = min(max(1, math.ceil(self._drain_timeout_s)), MAX_RETRY_AFTER_S)
             headers = {"retry-after": str(retry_s), "connection": "close"}
             raise ApiError(503, "the server is shutting down", code="shutting_down", headers=headers)
-        response, deadlines = _Response(send), self._working if is_work else self._reading
+        deadlines, has_begun = self._working if is_work else self._reading, False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
         self._count(int(is_work))
         try:
             async with asyncio.timeout(self._request_timeout_s if is_work else None) as deadline:
                 deadlines.add(deadline)
+                context_of(scope).abort_error = lambda: self._abort_error() if deadline.expired() else None
                 try:
-                    await app(scope, receive, response.send)
+                    await app(scope, receive, send_and_note)
                 finally:
                     deadlines.discard(deadline)
         except TimeoutError:
             if not deadline.expired():
                 raise
-            await response.end(self._timeout_error(), scope)
+            if not has_begun:
+                raise self._abort_error() from None
         finally:
             self._count(-int(is_work))
 
@@ -117,7 +125,7 @@ class DrainGate:
             self._no_work.set()
             self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._on_idle)
 
-    def _timeout_error(self) -> ApiError:
+    def _abort_error(self) -> ApiError:
         if self.is_draining:
             return ApiError(503, "the server is shutting down; the request was aborted", code="shutting_down")
         message = f"the request took longer than {self._request_timeout_s:g} s and was aborted"
@@ -128,33 +136,6 @@ def _expire(deadlines: Iterable[asyncio.Timeout]) -> None:
     for deadline in deadlines:
         if not deadline.expired():
             deadline.reschedule(asyncio.get_running_loop().time())
-
-
-class _Response:
-    """Tracks how much of the response was sent, so that it can be ended early."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._has_started = self._is_complete = False
-        self._kind = b""
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._has_started = True
-            headers = dict(message.get("headers", ()))
-            self._kind = headers.get(b"content-type", b"")
-        elif message["type"] == "http.response.body":
-            self._is_complete = not message.get("more_body", False)
-        await self._send(message)
-
-    async def end(self, error: ApiError, scope: Scope) -> None:
-        """End with an error: raised if no response has begun, sent as the last event if it is a stream."""
-        if not self._has_started:
-            raise error
-        if self._kind.startswith((b"text/event-stream", NDJSON)) and not self._is_complete:
-            name = "error" if scope["path"].startswith(ANTHROPIC_PATH) else None
-            event = error_line(error) if self._kind == NDJSON else frame(error.to_json(scope["path"]), name)
-            await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
 
 class AdmissionControl:

@@ -149,6 +149,7 @@ async def _make_run(request: Request, body: api.ResponsesRequest, responses: Sto
         ResponseBuilder(response, new_id),
         run_chat(model, chat, response.id, request),
         to_api_error=context_of(request).api_error,
+        abort_error=context_of(request).abort_error,
         count_tokens=count_tokens,
         keep=keep if response.store else None,
     )

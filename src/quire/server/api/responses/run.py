@@ -38,15 +38,18 @@ class Run:
         chat: AsyncGenerator[ChatEvent, None],
         *,
         to_api_error: Callable[[Exception], ApiError],
+        abort_error: Callable[[], ApiError | None],
         count_tokens: Callable[[str], Awaitable[int]],
         keep: Callable[["Run", bool], Awaitable[None]] | None,
     ) -> None:
-        """`keep(run, is_new)` stores the current state; None: nothing is stored."""
+        """`abort_error` returns the error with which the server aborts it, if it does. `keep(run, is_new)` stores the
+        current state; None: nothing is stored."""
         self.builder = builder
         self.error: ApiError | None = None
         """The error, if the response failed."""
         self._chat = chat
         self._to_api_error = to_api_error
+        self._abort_error = abort_error
         self._count_tokens = count_tokens
         self._keep = keep
         self._first: asyncio.Task[ChatEvent | None] | None = None
@@ -66,15 +69,16 @@ class Run:
         except BaseException as error:
             await self._close_chat()
             if is_kept:  # cancelled while it was being stored
-                self.builder.end("cancelled")
+                self._end_early()
                 await self._store_end()
             if isinstance(error, Exception):
                 raise self._to_api_error(error) from error
             raise
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """The events of the stream. An error becomes a failed response. The last event is sent after the response was
-        stored; closing the generator before that cancels the response."""
+        """The events of the stream. An error becomes a failed response, also one with which the server cancels the task
+        that reads them. The last event is sent after the response was stored; closing the generator before that cancels
+        the response."""
         builder = self.builder
         try:
             for event in builder.start():
@@ -92,13 +96,13 @@ class Run:
             for event in self._fail(self._to_api_error(error)):
                 yield event
         except asyncio.CancelledError:
-            if self._ending is None:  # the client has disconnected
+            if self._ending is None and self._abort_error() is None:  # the client has disconnected
                 raise
-            for event in builder.end(*self._ending):
+            for event in self._end_early():
                 yield event
         finally:
             if builder.response.status == "in_progress":
-                builder.end("cancelled")
+                self._end_early()
             await self._close_chat()
             await self._store_end()
         yield builder.last()
@@ -106,6 +110,13 @@ class Run:
     def _fail(self, error: ApiError) -> list[Event]:
         self.error = error
         return self.builder.end("failed", ResponseError(error.code or "server_error", str(error)))
+
+    def _end_early(self) -> list[Event]:
+        """End as `end_as` said, or with the server's error; without either the client has left."""
+        error = self._abort_error()
+        if self._ending is None and error is not None:
+            return self._fail(error)
+        return self.builder.end(*(self._ending or ("cancelled", None)))
 
     def end_as(self, status: Status, error: ResponseError | None) -> None:
         """From now on, cancelling the task that reads the events ends them with this status."""
