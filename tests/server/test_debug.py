@@ -146,14 +146,19 @@ def test_a_watcher_who_was_too_slow_begins_anew() -> None:
 
 def test_the_number_of_watchers_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(debug, "MAX_WATCHERS", 1)
-    app = app_over(WatchedLLM([b"{}"], [b"{}"]))
+    app = app_over(WatchedLLM(*[[b"{}"]] * 3))
 
     async def watch() -> None:
-        async with watching(app) as first:
+        async with watching(app) as first, watching(app) as second:  # at the same time
             await first.next()
-            async with watching(app) as second:
-                assert b"too_many_watchers" in await second.next()
-                assert second.status == 429
+            assert b"too_many_watchers" in await second.next()
+            assert second.status == 429
+            async with watching(app) as late:
+                assert b"too_many_watchers" in await late.next()
+        async with watching(app, b"engine=9") as wrong:
+            await wrong.next()
+        async with watching(app) as early:  # leaves before its stream has begun
+            early.left.set()
         async with watching(app) as third:
             assert await third.next() == b"data: {}\n\n"
 

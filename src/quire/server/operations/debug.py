@@ -14,7 +14,7 @@ from quire.engine.view.cache_frame import CacheUpdate
 from quire.server.http import sse
 from quire.server.http.endpoint import Endpoint, json_response
 from quire.server.http.errors import ApiError, invalid
-from quire.server.http.state import ServerState, state_of
+from quire.server.http.state import ServerState, context_of, state_of
 
 if TYPE_CHECKING:
     from quire.interfaces.async_llm.async_llm import AsyncLLM
@@ -47,8 +47,10 @@ async def cache_events(request: Request) -> ASGIApp:
     if state.num_cache_watchers >= MAX_WATCHERS:
         message = f"too many open streams of the cache: at most {MAX_WATCHERS} are allowed"
         raise ApiError(429, message, code="too_many_watchers", headers={"retry-after": "5"})
+    state.num_cache_watchers += 1  # at once: others may arrive before the first event
+    context_of(request).at_end.callback(_leave, state)
     return await sse.event_stream(
-        request, _events(state, llm, engine), error_event=lambda error: sse.frame(error.to_json(request.url.path))
+        request, _events(llm, engine), error_event=lambda error: sse.frame(error.to_json(request.url.path))
     )
 
 
@@ -70,15 +72,15 @@ def _engine(request: Request, llm: AsyncLLM) -> int:
     return int(text)
 
 
-async def _events(state: ServerState, llm: AsyncLLM, engine: int) -> AsyncGenerator[bytes, None]:
-    state.num_cache_watchers += 1
-    try:
-        while True:  # the engine's interface ends the frames of a watcher that is too slow
-            async with aclosing(llm.watch_cache(engine)) as frames:
-                async for data in frames:
-                    yield sse.frame(data)
-    finally:
-        state.num_cache_watchers -= 1
+async def _events(llm: AsyncLLM, engine: int) -> AsyncGenerator[bytes, None]:
+    while True:  # the engine's interface ends the frames of a watcher that is too slow
+        async with aclosing(llm.watch_cache(engine)) as frames:
+            async for data in frames:
+                yield sse.frame(data)
+
+
+def _leave(state: ServerState) -> None:
+    state.num_cache_watchers -= 1
 
 
 async def cache_blocks(request: Request) -> ASGIApp:
