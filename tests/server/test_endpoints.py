@@ -71,6 +71,12 @@ def test_models_in_anthropics_form(tiny):
     assert [(model["type"], model["id"]) for model in listed["data"]] == [("model", "quire-tiny"), ("model", "alias")]
     assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("quire-tiny", "alias", False)
     assert listed["data"][1] == tiny.get("/v1/models/alias", headers=version).json
+    missing = tiny.get("/v1/models/nope", headers=version)
+    assert (missing.status, missing.json["type"], missing.error["type"]) == (404, "error", "not_found_error")
+    assert missing.json["request_id"] == missing.headers["request-id"]
+    assert tiny.get("/v1/models/nope").error["code"] == "model_not_found"
+    other = tiny.post("/v1/completions", {"model": "nope", "prompt": "Hi"}, headers=version)
+    assert other.error["code"] == "model_not_found", "only OpenAI's API has this path"
 
 
 def test_text_to_tokens_and_back(tiny):

@@ -24,7 +24,7 @@ from quire.server.api.tokens import endpoint as tokens
 from quire.server.http import openapi
 from quire.server.http.bodies import warning
 from quire.server.http.endpoint import Endpoint
-from quire.server.http.errors import ANTHROPIC_PATH, ApiError, status_error
+from quire.server.http.errors import ANTHROPIC_PATH, ApiError, protocol_path, status_error
 from quire.server.http.state import ServerState, begin_request
 from quire.server.operations import adapters, admin, debug, health
 from quire.server.page import endpoint as page
@@ -99,7 +99,7 @@ class Application:
                 has_begun = True
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = context.request_id
-                if scope["path"].startswith(ANTHROPIC_PATH):
+                if protocol_path(scope).startswith(ANTHROPIC_PATH):
                     headers["request-id"] = context.request_id
                 if context.unknown_fields:
                     headers["x-quire-warning"] = warning(context.unknown_fields)
@@ -110,7 +110,7 @@ class Application:
         except Exception as error:
             answer = context.api_error(self._refusal(scope, error) if isinstance(error, HTTPException) else error)
             if not has_begun:  # otherwise the response is truncated: HTTP has no way to report an error now
-                await answer.to_response(scope["path"])(scope, receive, send_with_context)
+                await answer.to_response(protocol_path(scope))(scope, receive, send_with_context)
 
     def _refusal(self, scope: Scope, error: HTTPException) -> ApiError:
         """The response for an unknown path or method; for a method it lists those of the path."""

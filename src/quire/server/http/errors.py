@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Scope
 
 from quire.common.errors import (
     EngineDeadError,
@@ -111,6 +112,14 @@ class ApiError(Exception):
         """The message, which may quote a client's text: shortened, and without invalid Unicode."""
         text = self.message.encode("utf-8", "replace").decode()
         return text if len(text) <= MAX_MESSAGE_LEN else text[:MAX_MESSAGE_LEN] + "..."
+
+
+def protocol_path(scope: Scope) -> str:
+    """The path by which a request's errors get their form. OpenAI and Anthropic share that of models; a header says
+    which of them is meant, as for the answers there."""
+    path: str = scope["path"]
+    is_shared = path.startswith("/v1/models") and any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return ANTHROPIC_PATH if is_shared else path
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

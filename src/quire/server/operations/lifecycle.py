@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.common.memory import IDLE_S
-from quire.server.http.errors import ApiError
+from quire.server.http.errors import ApiError, protocol_path
 from quire.server.http.state import context_of
 from quire.server.operations.admission import MAX_RETRY_AFTER_S, Admission, tenant_of_address
 
@@ -37,7 +37,7 @@ class LoadingApp:
                 await JSONResponse({"status": "loading"}, 503, headers)(scope, receive, send)
             else:
                 error = ApiError(503, "the model is still loading; try again later", code="loading", headers=headers)
-                await error.to_response(scope["path"])(scope, receive, send)
+                await error.to_response(protocol_path(scope))(scope, receive, send)
 
 
 class DrainGate:
