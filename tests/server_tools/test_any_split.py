@@ -101,6 +101,8 @@ def test_any_cut_of_any_text_gives_the_same_answer(text, chosen, where):
 @given(texts, formats)
 def test_nothing_is_lost(text, chosen):
     """Without calls only reasoning's tags and white space are left out; with calls, only what makes their form."""
+    if "forced" in chosen:  # of which the beginning of a call is left out where the output is cut off
+        text += "\0"
     answer = parse([text], **chosen)
     for char in "é\U0001f600":  # in no tag, and written in the same way in every string
         kept = answer.reasoning + answer.content + "".join(arguments for _, arguments in answer.calls)

@@ -30,8 +30,9 @@ def new_call_id() -> str:
 class OutputParser:
     """Parses the output of one choice. It accepts any text, takes linear time, and never raises an exception.
 
-    The parts found, put together, do not depend on where the text is split. Malformed calls are content. Text is held
-    back only while it could still become a tag or a call.
+    The parts found, put together, do not depend on where the text is split. Malformed calls are content, but the
+    beginning of a forced call that is cut off before its arguments is left out. Text is held back only while it could
+    still become a tag or a call.
     """
 
     def __init__(
@@ -141,7 +142,9 @@ class OutputParser:
             yield from self._calls.calls()
         else:
             yield from self._calls.arguments_of(forced.name)
-        self._found.content(self._reader.release())
+        unread = self._reader.release()
+        if (yield from self._reader.ahead()):  # otherwise the output was cut off before a call's arguments
+            self._found.content(unread)
         yield from self._read_content()
 
     def _read_content(self) -> Reading[None]:
