@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -52,7 +53,7 @@ def door(shared: Door) -> Iterator[Door]:
         ("\ud800", SHORT, InvalidPromptError, "Unicode"),
         ([5] * 3000, SHORT, PromptTooLongError, "3000 tokens.*2048"),
         ("a b " * 10_000, SHORT, PromptTooLongError, "tokens.*2048"),
-        ("a" * 10_000_000, SHORT, PromptTooLongError, "10,000,000 characters.*2,048"),
+        ("a" * 10_000_000, SHORT, PromptTooLongError, "10,000,000 characters.*2048"),
         ("a", {"n": 1}, InvalidParamsError, "not dict"),
         ("a", SamplingParams(n=5), InvalidParamsError, "max_num_seqs=4"),
         ("a", SamplingParams(logprobs=50), InvalidParamsError, "max_logprobs"),
@@ -67,6 +68,27 @@ def test_a_wrong_request_is_refused_before_anything_is_queued(
     with pytest.raises(error, match=message):
         door.run(door.outputs(prompt, params))
     assert door.record.events == []
+
+
+@pytest.mark.parametrize("request_id", [5, None, b"a", ["a"], "\ud800", "x" * 5000])
+def test_a_request_id_that_is_no_text_costs_nobody_else_anything(door: Door, request_id: Any) -> None:
+    async def both() -> list[int]:
+        other = door.llm.generate("a", LONG, request_id="other")
+        await anext(other)
+        with pytest.raises(InvalidParamsError, match=r"request_id=.* must be a Unicode string"):
+            await anext(door.llm.generate("a", SHORT, request_id=request_id))
+        return (await anext(other)).outputs[0].token_ids
+
+    assert door.run(both())
+
+
+def test_numbers_and_lists_of_other_types_are_sent(door: Door) -> None:
+    odd = SamplingParams(
+        temperature=np.float64(0.5), top_p=np.float64(0.9), seed=5, max_tokens=3, allowed_token_ids=range(300, 400)
+    )
+    plain = SamplingParams(temperature=0.5, top_p=0.9, seed=5, max_tokens=3, allowed_token_ids=[*range(300, 400)])
+    texts = [door.run(door.outputs("a", params))[-1].outputs[0].text for params in (odd, plain)]
+    assert texts[0] == texts[1]
 
 
 def test_a_text_that_is_cut_may_be_longer_than_any_prompt(door: Door) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from quire import EngineArgs, __version__
+from quire import CheckpointError, EngineArgs, __version__
 from quire.cli import main
 from quire.cli.bench import throughput
 from quire.common.batch import Batch, StepResult
@@ -73,6 +73,26 @@ def test_a_wrong_command_line_is_answered_in_one_line(run: Run, arguments: list[
     status, out, err = run(*arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(said)
+
+
+@pytest.mark.parametrize("arguments", [["--debug", "plan", "/nowhere"], ["plan", "--debug", "/nowhere"]])
+def test_the_traceback_is_shown_wherever_it_is_asked_for(arguments: list[str]) -> None:
+    with pytest.raises(CheckpointError, match="/nowhere"):
+        main(arguments)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (("--seed", str(2**63)), "seed=9223372036854775808: must be a 64-bit integer"),
+        (("--max-num-batched-tokens", str(2**40)), "max_num_batched_tokens=1099511627776: must be"),
+        (("--hf-overrides", "[" * 100_000), "is not JSON"),
+    ],
+)
+def test_what_is_beyond_all_measure_is_refused_in_one_line(run: Run, option: tuple[str, str], said: str) -> None:
+    status, out, err = run("plan", *option)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert said in err
 
 
 @pytest.mark.parametrize("command", ["chat", "generate"])

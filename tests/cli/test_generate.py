@@ -31,6 +31,19 @@ def test_standard_input_is_one_prompt(run: Run, loaded: dict[str, Any]) -> None:
     assert "no prompt was given" in err
 
 
+def test_a_byte_order_mark_is_no_part_of_a_prompt(run: Run, loaded: dict[str, Any], tmp_path: Path) -> None:
+    assert run("generate", stdin="\ufeffone")[1] == chat_recital(loaded, "one") + "\n"
+    for name, text in (("a.txt", "one"), ("a.jsonl", '"one"')):
+        (tmp_path / name).write_text("\ufeff" + text, encoding="utf-8")
+        status, out, _ = run("generate", "--prompts-file", str(tmp_path / name), "--json")
+        assert (status, json.loads(out)["text"]) == (0, chat_recital(loaded, "one"))
+
+
+def test_a_prompt_may_begin_as_an_option(run: Run, loaded: dict[str, Any]) -> None:
+    prompt = "--max_tokens is what"
+    assert run("generate", "--prompt", prompt)[1] == chat_recital(loaded, prompt) + "\n"
+
+
 def test_several_prompts_are_shown_with_their_answers(run: Run, loaded: dict[str, Any]) -> None:
     _, out, _ = run("generate", "--prompt", "One", "Number two", "--prompt", "Three")
     blocks = out.split("\n\n")

@@ -63,6 +63,7 @@ def test_the_ends_of_a_range_are_in_it(make, name, values):
         (cache, "num_blocks_override", 0, "num_gpu_blocks_override=0: must be at least 1"),
         (cache, "dtype", "int9", r"kv_cache_dtype='int9', did you mean 'int8'\? \(allowed: auto, int8\)"),
         (scheduler, "max_num_seqs", 0, "max_num_seqs=0: must be at least 1"),
+        (scheduler, "max_num_batched_tokens", 2**31, "max_num_batched_tokens=2147483648: must be at"),
         (scheduler, "max_num_batched_tokens", 0, "max_num_batched_tokens=0: must be at least 1"),
         (scheduler, "preemption_mode", "Swap", "preemption_mode='Swap': must be 'swap', 'recompute' or None"),
         (scheduler, "priority_aging_s", 0.9e-6, "priority_aging_s=9e-07: must be a number from 1e-06 to 1e.06"),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire import LLM, ConfigError, InvalidParamsError, SamplingParams
+from quire import LLM, BeamSearchParams, ConfigError, InvalidParamsError, SamplingParams
 from quire.interfaces.logits_processors import (
     AdapterLogitsProcessor,
     BatchUpdate,
@@ -118,3 +118,8 @@ def test_a_function_may_ask_for_the_prompt() -> None:
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logits_processors=[note])
     (output,) = LLM("quire-tiny", **SMALL).generate([[5, 6, 7]], params, use_tqdm=False)
     assert seen == [([5, 6, 7], []), ([5, 6, 7], output.outputs[0].token_ids[:1])]
+
+
+def test_a_beam_search_that_would_not_run_them_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidParamsError, match="beam search runs no logits processors"):
+        llm.beam_search("def f(", BeamSearchParams(2, 3))

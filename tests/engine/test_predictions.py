@@ -98,6 +98,8 @@ def test_the_engine_process_receives_tokens() -> None:
     assert b"some text" not in bytes(message.params)  # type: ignore[union-attr]
     assert checked.outputs.params.prediction == token_ids
     assert given.prediction == "some text"
+    checked.outputs.prompt_token_ids.clear()  # as a caller may
+    assert message.token_ids, "what is sent again if the engine dies"
 
 
 @pytest.mark.slow

@@ -75,11 +75,11 @@ def test_of_a_text_of_any_length_only_the_end_is_read(llm: LLM, num_chars: list[
 def test_a_text_of_too_many_tokens_is_refused_before_all_of_them_are_made(
     llm: LLM, num_chars: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(PromptTooLongError, match=r"10,000,000 characters.*256 tokens of the context have at most"):
+    with pytest.raises(PromptTooLongError, match=r"10,000,000 characters.*length is 256 tokens, which have at most"):
         generate(llm, "a" * 10**7)
     assert num_chars == []
     monkeypatch.setattr(llm.engine.tokenizer, "max_token_len", 10**6)
-    with pytest.raises(PromptTooLongError, match=r"10,000,000 characters and more than [\d,]+ tokens.*holds 256"):
+    with pytest.raises(PromptTooLongError, match=r"10,000,000 characters and more than [\d,]+ tokens.*length is 256"):
         generate(llm, "a b c d e " * 10**6)
     assert sum(num_chars) < 200_000
 
@@ -162,7 +162,7 @@ def test_token_ids_are_scored_as_they_are(llm: LLM) -> None:
         ([[5]], ["text"], InvalidPromptError, "both be text, or both token ids"),
         ([[5], [6]], [[7], [8], [9]], InvalidPromptError, "2 prompts for 3 continuations"),
         ([[5]], [[8192]], InvalidPromptError, "8192"),
-        ([[5] * 256], [[6]], PromptTooLongError, "257 tokens.* holds 256"),
+        ([[5] * 256], [[6]], PromptTooLongError, "257 tokens.* length is 256"),
         ([[5], [5]], [[6], [-1]], InvalidPromptError, "-1"),
         (5, [[5]], InvalidPromptError, "not int"),
     ],

@@ -330,3 +330,50 @@ def test_a_forked_child_makes_an_llm_of_its_own() -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-c", textwrap.dedent(code)]
     assert subprocess.run(command, env=environment, check=False).returncode == 0
+
+
+def test_a_call_in_the_middle_of_another_one_is_refused_and_costs_nothing(llm: LLM) -> None:
+    said: list[str] = []
+
+    class Bar:
+        """Is told of the progress between two steps, in the same thread."""
+
+        postfix = ""
+
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+        def set_postfix_str(self, *_: Any, **__: Any) -> None: ...
+        def close(self) -> None: ...
+        def update(self, _: int) -> None:
+            with pytest.raises(RequestError) as refused:
+                generate(llm, "again")
+            said.append(str(refused.value))
+
+    (output,) = llm.generate(["one"], GREEDY, use_tqdm=Bar)
+    assert output.outputs[0].text
+    assert set(said) == {
+        "this LLM is in the middle of another call, of another thread or around a logits processor: use one LLM for "
+        "each thread, or AsyncLLM"
+    }
+    assert generate(llm, "later")[0].finished
+
+
+def test_requests_that_somebody_else_aborts_end_the_call(llm: LLM, executor: RecitingExecutor) -> None:
+    executor.before_step = lambda step: [llm.engine.abort_request(name) for name in list(llm.engine._groups)]
+    outputs = generate(llm, ["one", "two"])
+    assert [output.error for output in outputs] == ["the request was ended by another call of the engine"] * 2
+    executor.before_step = lambda step: None
+    assert generate(llm, "three")[0].error is None
+
+
+@pytest.mark.parametrize("given", [5, {5: 5}, ["a"]])
+def test_variables_of_the_template_have_names(llm: LLM, given: Any) -> None:
+    with pytest.raises(InvalidParamsError, match=r"chat_template_kwargs=.*must be a dict"):
+        llm.chat([USER], GREEDY, use_tqdm=False, chat_template_kwargs=given)
+
+
+def test_variables_of_the_template_replace_arguments(llm: LLM) -> None:
+    prompts = [
+        llm.chat([USER], GREEDY, use_tqdm=False, **given)[0].prompt_token_ids
+        for given in ({"add_generation_prompt": False}, {"chat_template_kwargs": {"add_generation_prompt": False}})
+    ]
+    assert prompts[0] == prompts[1]

@@ -60,15 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     options = _parser(arguments).parse(arguments)
+    shows_traceback = getattr(options, "debug", False)
     try:
         return int(options.run(options))
     except QuireError as error:
-        if options.debug:
+        if shows_traceback:
             raise
         print(f"quire: {' '.join(str(error).split())}", file=sys.stderr)
         return _EXIT_WRONG
     except KeyboardInterrupt:
-        if options.debug:
+        if shows_traceback:
             raise
         return _EXIT_INTERRUPTED
 
@@ -86,7 +87,6 @@ def _parser(arguments: list[str]) -> Parser:
         parents=[shared],
         allow_abbrev=False,
     )
-    parser.set_defaults(debug=False)
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)

@@ -85,13 +85,17 @@ def _read_prompts(options: argparse.Namespace) -> Iterator[Any]:
         yield from options.prompt
     elif options.prompts_file is not None:
         yield from _read_file(options.prompts_file)
-    elif not sys.stdin.isatty() and (text := sys.stdin.read().removesuffix("\n")):
+    elif not sys.stdin.isatty() and (text := _read_stdin().removesuffix("\n")):
         yield text
+
+
+def _read_stdin() -> str:
+    return sys.stdin.read().removeprefix("\ufeff")  # a byte order mark is no part of a text
 
 
 def _read_file(name: str) -> Iterator[Any]:
     try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        text = _read_stdin() if name == "-" else Path(name).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidPromptError(f"the prompts file {name!r} cannot be read: {error}") from error
     for number, line in enumerate(text.split("\n"), start=1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -386,15 +387,12 @@ def check_types(args: Any) -> None:
     """Raise ConfigError if a field of a dataclass has a value of the wrong type."""
     for f in dataclasses.fields(args):
         value = getattr(args, f.name)
-        allowed = (
-            str(f.type)
-            .replace("Mapping[str, float]", "dict")
-            .replace("Mapping[str, Any]", "dict")
-            .replace("tuple[str, ...]", "texts")
-            .split(" | ")
-        )
+        kinds = re.sub(r"Mapping\[str, \w+\]", "dict", str(f.type)).replace("tuple[str, ...]", "texts")
+        allowed = kinds.split(" | ")
         kind = "None" if value is None else type(value).__name__
         if isinstance(value, tuple) and all(isinstance(item, str) for item in value):
             kind = "texts"
         if kind not in allowed and not (kind == "int" and "float" in allowed):
             raise ConfigError(f"{f.name}={value!r}: must be {' or '.join(allowed)}, not {kind}")
+        if kind == "int" and abs(value) >= 2**63:
+            raise ConfigError(f"{f.name}={value}: must be a 64-bit integer")

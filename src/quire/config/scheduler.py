@@ -38,8 +38,8 @@ class SchedulerConfig:
             raise ConfigError(f"preemption_mode={self.preemption_mode!r}: must be 'swap', 'recompute' or None")
         check_choice("scheduling_policy", self.policy, POLICIES)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+            if not 1 <= (value := getattr(self, name)) < 2**31:
+                raise ConfigError(f"{name}={value}: must be at least 1{'' if value < 1 else ' and below 2**31'}")
         self._check_range("priority_aging_s", self.priority_aging_s, _MIN, _MAX)
         self._check_range("prefix_max_delay_s", self.prefix_max_delay_s, 0, _MAX)
         if self.target_step_ms is not None:

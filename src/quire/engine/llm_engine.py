@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from quire.common.lora import LoRARequest
 from quire.common.memory import give_back_memory
 from quire.common.outputs import EngineStats, RequestOutput
 from quire.common.params import BeamSearchParams, PoolingParams, SamplingParams
+from quire.common.params.checks import check_request_id
 from quire.config.args import EngineArgs
 from quire.engine.adapters import AdapterTable, AnyAdapter
 from quire.engine.drafting.drafting import make_drafting
@@ -69,6 +71,8 @@ class LLMEngine:
         self._metrics = EngineMetrics(config.model.model) if config.measures_requests else None
         self._measure(())
         self._groups: dict[str, SequenceGroup] = {}
+        self.in_use = threading.Lock()
+        """Held by the call that steps it to the end of its requests."""
         self._is_planning = False  # the scheduler is at work, or has raised
         self._changed: list[SequenceGroup] = []  # by steps, and not returned yet
         self._isolator = FailureIsolator()
@@ -128,6 +132,7 @@ class LLMEngine:
     def _check_request_id(self, request_id: str) -> None:
         if self.is_sleeping:
             raise RequestError("the engine sleeps: call wake_up() first")
+        check_request_id(request_id)
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request; choose another")
 

@@ -41,6 +41,7 @@ class EngineProcesses:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engines-of-llm", daemon=True)
         self._thread.start()
+        self.in_use = threading.Lock()
         self._outputs: SimpleQueue[RequestOutput] = SimpleQueue()
         self._reading: dict[str, asyncio.Task[None]] = {}
         try:

@@ -91,6 +91,8 @@ class LLM(EngineOwner):
         """
         if not isinstance(params, BeamSearchParams):
             raise InvalidParamsError(f"params must be BeamSearchParams, not {type(params).__name__}")
+        if self._processors.are_any:
+            raise InvalidParamsError("beam search runs no logits processors, and this LLM was made with some")
         listed, alone = listed_prompts(prompts)
         outputs = self._generate(listed, [params] * len(listed), alone, use_tqdm, lora_request)
         return [beam_search_output(output, params, self._engine.tokenizer) for output in outputs]
@@ -117,15 +119,16 @@ class LLM(EngineOwner):
         alone = is_conversation(messages)
         conversations: list[Any] = [messages] if alone else list(messages)
         params = self._params_per_prompt(sampling_params, len(conversations))
-        make_prompt = partial(
-            self.chat_prompt,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            content_format=chat_template_content_format,
-            **(chat_template_kwargs or {}),
-        )
+        if not isinstance(variables := chat_template_kwargs or {}, Mapping) or not set(map(type, variables)) <= {str}:
+            raise InvalidParamsError(f"chat_template_kwargs={variables!r}: must be a dict with names of variables")
+        arguments: dict[str, Any] = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "content_format": chat_template_content_format,
+        }
+        make_prompt = partial(self.chat_prompt, **arguments | dict(variables))
         return self._generate(made_prompts(conversations, make_prompt), params, alone, use_tqdm, lora_request)
 
     def chat_prompt(self, messages: Conversation, **template_arguments: Any) -> dict[str, Any]:

@@ -130,6 +130,7 @@ class EngineProcessors:
                 )
         self._kinds = kinds
         self._config = config
+        self.are_any = bool(kinds)
 
     def added_to(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with these processors behind their own. Raises InvalidParamsError."""

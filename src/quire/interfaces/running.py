@@ -62,7 +62,19 @@ class Run:
         self._num_added = 0
 
     def outputs(self, use_tqdm: BarChoice) -> list[RequestOutput]:
-        """Run all requests, and return their outputs in the order of the prompts. If this raises, they are aborted."""
+        """Run all requests, and return their outputs in the order of the prompts. If this raises, they are aborted.
+        Raises RequestError while another call runs."""
+        if not self._engine.in_use.acquire(blocking=False):
+            raise RequestError(
+                "this LLM is in the middle of another call, of another thread or around a logits processor: use one "
+                "LLM for each thread, or AsyncLLM"
+            )
+        try:
+            return self._run(use_tqdm)
+        finally:
+            self._engine.in_use.release()
+
+    def _run(self, use_tqdm: BarChoice) -> list[RequestOutput]:
         engine = self._engine
         bar = PromptsBar(len(self._prompts), engine.stats, lambda: len(engine.grammars), use_tqdm)
         try:
@@ -76,6 +88,8 @@ class Run:
                 for output in finished:
                     self._outputs[self._places.pop(output.request_id)] = output
                 bar.update(len(finished))
+                if not changed and not engine.has_unfinished_requests():
+                    self._give_up()
         except BaseException:
             for request_id in self._places:
                 engine.abort_request(request_id)
@@ -108,6 +122,13 @@ class Run:
                 raise
             self._outputs[place] = rejected(request_id, self._prompts[place], error)
             bar.update(1)
+
+    def _give_up(self) -> None:
+        """Somebody else has aborted the requests that are left, or taken their outputs."""
+        for request_id, place in self._places.items():
+            error = RequestError("the request was ended by another call of the engine")
+            self._outputs[place] = rejected(request_id, self._prompts[place], error)
+        self._places.clear()
 
     def _report(self, place: int, output: RequestOutput) -> None:
         ignored = output.outputs[0].finish_reason == "ignored"

@@ -298,7 +298,7 @@ def _tuple(value: Any) -> Any:
 def _read_config_file(path: Path) -> dict[str, Any]:
     """Names may be written as flags are, with dashes. A list may be a single text."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except Exception as error:  # PyYAML raises any exception for a value that does not fit its tag
         raise ConfigError(f"the configuration file {str(path)!r} cannot be read: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.common.arguments.options import add_field_arguments
@@ -86,7 +87,7 @@ def load_llm_and_adapter(options: argparse.Namespace) -> tuple[LLM, KnownAdapter
     text = options.lora
     if text is None:
         return load_llm(options), None
-    module = text if "=" in text else f"lora={text}"
+    module = text if "=" in text and not Path(text).is_dir() else f"lora={text}"
     options.enable_lora, options.lora_modules = True, (*getattr(options, "lora_modules", ()), module)
     llm = load_llm(options)
     return llm, llm.engine.adapters.get(module.partition("=")[0])

@@ -53,4 +53,5 @@ class Parser(argparse.ArgumentParser):
 
 def _hyphenated(argument: str) -> str:
     name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+    is_option = name.startswith("--") and " " not in name  # else a text, as argparse takes it
+    return name.replace("_", "-") + equals + value if is_option else argument

@@ -57,8 +57,8 @@ def json_object(value: str) -> dict[str, Any] | None:
         return None
     try:
         parsed = json.loads(value)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{value!r} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{value[:200]!r} is not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise argparse.ArgumentTypeError(f"{value!r} is not a JSON object")
     return parsed

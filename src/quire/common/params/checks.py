@@ -46,6 +46,11 @@ def check_text(name: str, value: Any, max_len: int) -> None:
         raise refuse(name, value, f"a Unicode string of at most {max_len} characters")
 
 
+def check_request_id(request_id: Any) -> None:
+    """Raise InvalidParamsError unless it is a text of usual length."""
+    check_text("request_id", request_id, 4096)
+
+
 def check_texts(name: str, values: Any, max_num: int, max_len: int) -> None:
     """Raise InvalidParamsError unless these are at most `max_num` non-empty strings of `max_len` characters in all."""
     _check_list(name, values, max_num, "strings")

@@ -14,6 +14,7 @@ from quire.common.errors import InvalidParamsError, RequestError
 from quire.common.log import logger
 from quire.common.outputs import EngineStats
 from quire.common.params import PoolingParams
+from quire.common.params.checks import check_request_id
 from quire.engine.process.messages import Abort, AddAny, AddRequest, PrefixReport, ProtocolError, Ready, ShareHashes
 from quire.engine.requests.input_processor import CheckedRequest, InputProcessor
 from quire.engine.routing.router import Router
@@ -85,6 +86,8 @@ class Dispatcher:
         engine."""
         first, self._num_keys = self._num_keys, self._num_keys + len(checked)
         request_ids = [each.outputs.request_id for each in checked]
+        for request_id in request_ids:
+            check_request_id(request_id)
         for request_id, count in Counter(request_ids).items():
             if count > 1 or request_id in self._request_ids:
                 raise RequestError(f"request id {request_id!r} is in use by an unfinished request: choose another")

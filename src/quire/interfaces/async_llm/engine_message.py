@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import msgspec
@@ -20,7 +22,8 @@ def engine_message(key: int, request: CheckedRequest, params: AnyParams | None, 
     """Return the message for a request, which is only scored if `params` is None; `seed` is used if they have none.
     Raises msgspec's errors if encoding fails."""
     outputs, salt = request.outputs, request.content_key.cache_salt
-    request_id, token_ids, arrival_time = outputs.request_id, outputs.prompt_token_ids, outputs.metrics.arrival_time
+    request_id, arrival_time = outputs.request_id, outputs.metrics.arrival_time
+    token_ids = list(outputs.prompt_token_ids)  # the caller's outputs have the other list
     if params is None:
         assert outputs.scores is not None
         return AddScoring(key, request_id, token_ids, outputs.scores.first, salt, request.adapter)
@@ -28,9 +31,27 @@ def engine_message(key: int, request: CheckedRequest, params: AnyParams | None, 
         types = None if outputs.pooling is None else outputs.pooling.token_type_ids
         uncut = replace(params, truncate_prompt_tokens=None, cache_salt="")  # done already
         return AddPooling(key, request_id, token_ids, salt, arrival_time, uncut, types, request.adapter)
-    encoded = msgspec.Raw(msgspec.msgpack.encode(_engine_params(params, outputs.params.prediction, seed)))
+    plain = _engine_params(params, outputs.params.prediction, seed)
+    encoded = msgspec.Raw(msgspec.msgpack.encode(plain, enc_hook=_as_builtin))
     is_search = request.search is not None
     return AddRequest(key, request_id, token_ids, salt, arrival_time, is_search, encoded, adapter=request.adapter)
+
+
+_BUILTINS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (Integral, int),
+    (Real, float),
+    (str, str),
+    (Mapping, dict),
+    (Sequence, list),
+)
+
+
+def _as_builtin(value: Any) -> Any:
+    """What a number, text, list or mapping of another type is sent as, such as NumPy's. Raises TypeError for others."""
+    for kind, builtin in _BUILTINS:
+        if isinstance(value, kind):
+            return builtin(value)
+    raise TypeError(f"objects of the type {type(value).__name__} cannot be sent")
 
 
 def _engine_params(params: Params, prediction: str | list[int] | None, seed: int) -> Params:
