@@ -73,6 +73,8 @@ def test_a_wrong_command_line_is_answered_in_one_line(run: Run, arguments: list[
     status, out, err = run(*arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(said)
+    command = f" {arguments[0]}" if arguments[0] in ("chat", "bench") else ""
+    assert f"(`quire{command}" in err
 
 
 @pytest.mark.parametrize("arguments", [["--debug", "plan", "/nowhere"], ["plan", "--debug", "/nowhere"]])

@@ -377,3 +377,24 @@ def test_variables_of_the_template_replace_arguments(llm: LLM) -> None:
         for given in ({"add_generation_prompt": False}, {"chat_template_kwargs": {"add_generation_prompt": False}})
     ]
     assert prompts[0] == prompts[1]
+
+
+@pytest.mark.parametrize("name", ["add_request", "abort_request"])
+def test_an_interrupt_while_requests_come_or_go_leaves_none_behind(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    method, interrupts = getattr(llm.engine, name), [signal.SIGINT]
+
+    def and_interrupt(*arguments: Any, **named: Any) -> None:
+        method(*arguments, **named)
+        while interrupts:
+            signal.raise_signal(interrupts.pop())
+
+    monkeypatch.setattr(llm.engine, name, and_interrupt)
+    if name == "abort_request":
+        monkeypatch.setattr(llm.engine, "step", lambda: 1 / 0)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, ["one", "two", "three"])
+    assert not llm.engine.has_unfinished_requests()
+    monkeypatch.undo()
+    assert generate(llm, "later")[0].error is None

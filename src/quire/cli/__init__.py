@@ -107,6 +107,7 @@ def _parser(arguments: list[str]) -> Parser:
             module = importlib.import_module(f"quire.cli.{_FOLDERS.get(name, '')}{name.replace('-', '_')}")
             command.description = module.__doc__
             module.add_arguments(command)
+            parser.command = f" {name}"
             parser.takes_vllm_options = "--max-model-len" in command._option_string_actions
             command.set_defaults(run=module.run)
     return parser

@@ -91,8 +91,9 @@ class Run:
                 if not changed and not engine.has_unfinished_requests():
                     self._give_up()
         except BaseException:
-            for request_id in self._places:
-                engine.abort_request(request_id)
+            with interrupt_deferred():
+                for request_id in self._places:
+                    engine.abort_request(request_id)
             raise
         finally:
             bar.close()
@@ -115,8 +116,9 @@ class Run:
     def _add_one(self, place: int, bar: PromptsBar) -> None:
         request_id = next(self._request_ids)
         try:
-            self._add(request_id, place)
-            self._places[request_id] = place
+            with interrupt_deferred():
+                self._add(request_id, place)
+                self._places[request_id] = place
         except (RequestError, RequestFailedError) as error:
             if self._alone or isinstance(error, self._raised):
                 raise

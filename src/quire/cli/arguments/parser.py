@@ -15,10 +15,12 @@ class Parser(argparse.ArgumentParser):
 
     takes_vllm_options = False
     """Whether a command has the engine's arguments, so that vLLM's may be given too."""
+    command = ""
+    """The command that is given, whose options errors are about."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and a line that says what is wrong."""
-        self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` lists the options)\n")
+        self.exit(2, f"{self.prog}: {message} (`{self.prog}{self.command} --help` lists the options)\n")
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
         """Parse a command line. An option may have underscores instead of hyphens, as in vLLM.
