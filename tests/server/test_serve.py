@@ -155,7 +155,10 @@ def test_a_server_from_its_start_to_its_end(config):
         written = [line for line in server.lines if not line.startswith("QUIRE_FAULTS is set")]
         messages = [json.loads(line)["message"] for line in written]
         assert any(
-            re.match(r"loaded quire-tiny in .* with the kernels \w+.* on \d+ threads?", message) for message in messages
+            re.match(
+                r"loaded quire-tiny in .* with the kernels \w+( \(QUIRE_ISA says so\))? on \d+ threads?(;|,|$)", message
+            )
+            for message in messages
         ), "the engine process's too"
 
 
