@@ -31,11 +31,11 @@ _BITS = {"bfloat16": 16, "int8": 8, "int4": 4}
 
 def machine(run: Run) -> Iterator[Row]:
     """Describe the machine."""
-    names = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
+    lines = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line]
+    cpu = {name.strip(): value.strip() for name, value in lines}
+    named = "{model name}, family {cpu family}, model {model}".format_map(cpu) if "cpu family" in cpu else ""
     yield {
-        "cpu": names[0] if names else platform.processor(),
+        "cpu": named or platform.processor(),
         "threads": num_threads(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "python": platform.python_version(),
@@ -223,8 +223,10 @@ def isas(run: Run) -> Iterator[Row]:
 
 
 def attention(run: Run) -> Iterator[Row]:
-    """Run `quire bench attention`."""
-    yield from _bench("attention", "--seconds", 0.1 if run.quick else 0.5)
+    """Run `quire bench attention`, and long contexts in larger blocks."""
+    seconds = "--seconds", 0.1 if run.quick else 0.5
+    yield from _bench("attention", *seconds)
+    yield from _bench("attention", *seconds, "--block-size", 64, 128, "--context", 16000, "--num-seqs", 1, 8)
 
 
 def scheduler(run: Run) -> Iterator[Row]:

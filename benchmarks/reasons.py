@@ -78,9 +78,9 @@ def prompts_and_steps(rows: Rows) -> str:
     return f"a prompt of 2,048 tokens alone reaches {prompt}, and 32 concurrent, mostly steps of a token each, {steps}"
 
 
-def multiplying(num_seqs: int) -> Callable[[Rows], str]:
+def multiplying(num_seqs: int, block_size: int = 16) -> Callable[[Rows], str]:
     """Return a function that compares with one query head per key-value head, which multiplies the least."""
-    share = attention_share([12, 12, 64], num_seqs)
+    share = attention_share([12, 12, 64], num_seqs, block_size=block_size)
 
     def say(rows: Rows) -> str:
         alone = share(rows)
@@ -94,10 +94,12 @@ def multiplying(num_seqs: int) -> Callable[[Rows], str]:
     return say
 
 
-def attention_share(heads: list[int], num_seqs: int, kind: str = "decode", context: int = 16000) -> Callable[..., Any]:
+def attention_share(
+    heads: list[int], num_seqs: int, kind: str = "decode", context: int = 16000, block_size: int = 16
+) -> Callable[..., Any]:
     """Return a function that finds the share of the limit that attention over a bfloat16 cache reaches."""
-    where = {"attention": kind, "heads": heads, "context": context, "num_seqs": num_seqs, "cache": "bfloat16"}
-    return of("of_limit", figure="attention", **where)
+    where = {"attention": kind, "heads": heads, "context": context, "num_seqs": num_seqs, "block_size": block_size}
+    return of("of_limit", figure="attention", cache="bfloat16", **where)
 
 
 def beside_products(rows: Rows) -> str:

@@ -310,7 +310,7 @@ def _avx2(rows: Sequence[Row], plots: Path) -> Iterator[str]:
 
 def _attention(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from title("Attention", "python -m benchmarks attention", "quire bench attention")
-    decodes = [row for row in rows if row["attention"] == "decode"]
+    decodes = [row for row in rows if row["attention"] == "decode" and row["block_size"] == 16]
     shapes = dict.fromkeys((tuple(row["heads"]), row["num_seqs"]) for row in decodes)
     curves = {
         f"{heads} x {num_seqs}": [r for r in decodes if (tuple(r["heads"]), r["num_seqs"]) == (heads, num_seqs)]
@@ -319,7 +319,7 @@ def _attention(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     plot_growth(curves, "context", "us", plots / "growth-attention.svg")
     yield f"![Microseconds of decode attention by context]({plots.name}/growth-attention.svg)\n"
     yield "Heads are given as (query heads, key-value heads, head dimension).\n"
-    yield from _limited(rows, "attention", ("heads", "context", "num_seqs"))
+    yield from _limited(rows, "attention", ("heads", "cache", "block_size", "context", "num_seqs"))
 
 
 def _limited(rows: Sequence[Row], name: str, sizes: Sequence[str]) -> Iterator[str]:

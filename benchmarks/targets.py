@@ -175,6 +175,17 @@ TARGETS = (
     ),
     *(
         Target(
+            f"attention, 16,000 tokens x {n}, heads {heads}, blocks of {size}: share of the limit",
+            0.80,
+            attention_share(heads, n, block_size=size),
+            multiplying(n, size),
+        )
+        for heads in _SHAPES
+        for n in (1, 8)
+        for size in (64, 128)
+    ),
+    *(
+        Target(
             f"attention, a prompt of 2,048 tokens, heads {heads}: share of the limit",
             aim,
             attention_share(heads, 1, "prefill", 2048),

@@ -80,10 +80,12 @@ def test_attention_decodes_every_context_and_prefills_the_short_ones(
 def test_the_bytes_of_a_shared_prefix_count_once(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "COLD_BYTES", 2**21)
     monkeypatch.setattr(attention, "compare", lambda calls, num_bytes, *_: {"bytes": num_bytes})
-    found = rows("attention", "--context", "160", "--num-seqs", "3", "--seconds", "0")
-    bytes_of = {row["attention"]: row["bytes"] for row in found if row["cache"] == "bfloat16"}
-    assert bytes_of["decode"] == 3 * bytes_of["prefill"]
-    assert bytes_of["shared"] == bytes_of["prefill"] * (144 + 3 * 16) / 160
+    found = rows("attention", "--context", "160", "--num-seqs", "3", "--seconds", "0", "--block-size", "16", "64")
+    for block_size, num_shared in ((16, 144), (64, 128)):
+        of_size = [row for row in found if row["block_size"] == block_size and row["cache"] == "bfloat16"]
+        bytes_of = {row["attention"]: row["bytes"] for row in of_size}
+        assert bytes_of["decode"] == 3 * bytes_of["prefill"]
+        assert bytes_of["shared"] == bytes_of["prefill"] * (num_shared + 3 * (160 - num_shared)) / 160
 
 
 def test_the_scheduler_runs_with_a_queue_behind_it(rows: Rows) -> None:

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import json
 import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from quire import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from quire.common import log
 from quire.common.arguments.vllm_arguments import vllm_arguments
+from quire.config.speculative import SpeculativeConfig
 from quire.server.api.tools.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -64,6 +67,24 @@ def test_arguments_that_make_no_difference_are_accepted_in_one_line(caplog, monk
     (record,) = caplog.records
     assert record.getMessage().startswith("without effect here: enforce_eager (nothing is compiled")
     assert all(name in record.getMessage() for name in given)
+
+
+@pytest.mark.parametrize("configure", [log.show_messages, partial(log.set_up_logging, "json")])
+def test_what_is_said_of_arguments_before_logging_is_configured_is_said_then(configure, capsys, monkeypatch):
+    for target in map(logging.getLogger, ("", "quire", "uvicorn.error")):
+        monkeypatch.setattr(target, "handlers", [])
+        for field in ("propagate", "level"):
+            monkeypatch.setattr(target, field, getattr(target, field))  # put back what is configured
+    monkeypatch.setattr(log, "chosen_format", None)
+    EngineArgs(enforce_eager=True)
+    SpeculativeConfig.read({"suffix_decoding_max_spec_factor": 1})
+    assert capsys.readouterr().err == ""
+    configure()
+    enforced, of_drafts = capsys.readouterr().err.splitlines()
+    assert "without effect here: enforce_eager (nothing is compiled" in enforced
+    assert "suffix_decoding_max_spec_factor of speculative_config" in of_drafts
+    EngineArgs(enforce_eager=True)
+    assert "enforce_eager" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,21 @@ def test_a_failure_in_block_accounting_breaks_the_engine(monkeypatch, owner, met
     assert isinstance(raised.value.__cause__, ValueError)
 
 
+def test_an_interrupt_amid_block_accounting_breaks_the_engine(monkeypatch):
+    llm = LLM.from_engine(make_engine())
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine.requests, "settle", interrupted)
+    params = SamplingParams(temperature=0, max_tokens=4, detokenize=False)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[3] * 3, [4] * 3], params, use_tqdm=False)
+    monkeypatch.undo()
+    with pytest.raises(EngineBrokenError, match="accounting is inconsistent: KeyboardInterrupt"):
+        llm.generate([3] * 3, params, use_tqdm=False)
+
+
 @pytest.mark.parametrize("leaks", ["blocks", "a sequence"])
 def test_an_ended_request_that_leaves_something_behind_breaks_the_engine(monkeypatch, leaks):
     engine = make_engine()

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import threading
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -298,3 +299,18 @@ def test_a_pull_counts_the_bytes_of_its_download(monkeypatch: pytest.MonkeyPatch
     assert [(status.completed, status.total) for status in between] == [(None, None), (350, 1000), (700, 1000)]
     assert {status.digest for status in between} == {"sha256:" + hashlib.sha256(b"org/new").hexdigest()}
     assert msgspec.json.decode(msgspec.json.encode(between[0])).keys() == {"status", "digest"}
+
+
+def test_the_recommended_number_of_tokens_is_the_default_of_every_endpoint() -> None:
+    server = saying("Hello there, and good morning!")
+    engine = server.llm.engine
+    server.llm.model_config = engine.model_config = replace(
+        engine.model_config, generation_config={"max_new_tokens": 2}
+    )
+    chat = CHAT | {"stream": False}
+    assert server.post("/v1/completions", GENERATE).json["usage"]["completion_tokens"] == 2
+    assert server.post("/v1/chat/completions", CHAT).json["usage"]["completion_tokens"] == 2
+    assert server.post("/v1/chat/completions", CHAT | {"max_tokens": 3}).json["usage"]["completion_tokens"] == 3
+    assert server.post("/v1/responses", {"model": "quire-tiny", "input": "Hi"}).json["usage"]["output_tokens"] == 2
+    assert server.post("/api/chat", chat).json["eval_count"] == 2
+    assert server.post("/api/chat", chat | {"options": {"num_predict": -1}}).json["done_reason"] == "stop"

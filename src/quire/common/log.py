@@ -18,14 +18,34 @@ chosen_format: str | None = None
 """The format that was given to `set_up_logging`; None before it was called."""
 
 
+_early: list[str] = []  # messages from before logging was configured
+
+
+def log_early(message: str) -> None:
+    """Log a message at INFO, as soon as logging is configured: arguments are read before that."""
+    _early.append(message)
+    if _is_configured():
+        _log_early_messages()
+
+
+def _is_configured() -> bool:
+    return bool(logger.handlers or logging.getLogger().handlers)
+
+
+def _log_early_messages() -> None:
+    while _early:
+        logger.info("%s", _early.pop(0))
+
+
 def show_messages() -> None:
     """Print INFO messages, unless the program has configured logging itself."""
-    if not logger.handlers and not logging.getLogger().handlers:
+    if not _is_configured():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
+    _log_early_messages()
 
 
 class TextFormatter(logging.Formatter):
@@ -88,3 +108,4 @@ def set_up_logging(log_format: str) -> None:
         target.handlers[:] = [handler]
         target.setLevel(level)
         target.propagate = False
+    _log_early_messages()

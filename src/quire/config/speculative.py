@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.common.errors import CheckpointError, ConfigError, check_choice, nearest_name
-from quire.common.log import logger
+from quire.common.log import log_early
 from quire.config.checkpoint.draft_heads import own_head, resolve_head
 from quire.config.model import ModelConfig
 
@@ -106,7 +106,7 @@ class SpeculativeConfig:
         values: dict[str, Any] = {}
         for name, value in given.items():
             if name in _WITHOUT_EFFECT:
-                logger.info("without effect here: %s of speculative_config", name)
+                log_early(f"without effect here: {name} of speculative_config")
                 continue
             if name not in _FIELDS:
                 raise ConfigError(

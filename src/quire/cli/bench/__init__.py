@@ -42,7 +42,11 @@ _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
     },
     "kernels": _MACHINE | {"rows": ((1, 4, 8, 36, 128, 1024), "tokens in the batch")},
     "attention": _MACHINE
-    | {"context": ((128, 512, 2048, 8000, 16000), "tokens in the cache"), "num_seqs": ((1, 8, 32), "sequences")},
+    | {
+        "context": ((128, 512, 2048, 8000, 16000), "tokens in the cache"),
+        "num_seqs": ((1, 8, 32), "sequences"),
+        "block_size": ((16,), "tokens in a block"),
+    },
     "scheduler": {"num_seqs": ((1, 16, 64, 256), "running"), "waiting": ((0, 100, 10_000, 100_000), "requests")},
 }
 

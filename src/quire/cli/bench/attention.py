@@ -25,12 +25,12 @@ _VARIANTS = {
     "sinks": lambda num_heads: kernels.AttentionVariant(sinks=torch.zeros(num_heads)),
     "slopes": lambda num_heads: kernels.AttentionVariant(slopes=torch.full((num_heads,), 0.01)),
 }
-_BLOCK_SIZE, _LONGEST_PREFILL, _LARGEST_CACHE = 16, 2048, 2**30
+_LONGEST_PREFILL, _LARGEST_CACHE = 2048, 2**30
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for each shape, context and batch, except caches over 1 GiB and prompts over 2,048 tokens. Rows named
-    after a variant decode one sequence of the first shape.
+    """Yield a row for each shape, context, batch and block size, except caches over 1 GiB and prompts over 2,048
+    tokens. Rows named after a variant decode one sequence of the first shape.
 
     In a `shared` row the sequences decode after one common prefix: all of their blocks but the last are shared, and the
     bytes of shared blocks are counted once.
@@ -43,26 +43,29 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     cases += [("prefill", heads, 1, context) for heads, context in product(_HEADS, options.context)]
     cases += [(variant, _HEADS[0], 1, context) for variant, context in product(_VARIANTS, options.context)]
     yield from _latents(options)
-    for (kind, heads, num_seqs, context), cache in tracked([*product(cases, (options.dtype, "int8"))], "attention"):
+    measured = [*product(cases, (options.dtype, "int8"), options.block_size)]
+    for (kind, heads, num_seqs, context), cache, block_size in tracked(measured, "attention"):
         query_len = context if kind == "prefill" else 1
         spec = FullAttentionSpec(heads[1], heads[2], cache)
-        num_own = _BLOCK_SIZE if kind == "shared" else context
+        num_own = (context - 1) % block_size + 1 if kind == "shared" else context
         num_bytes = spec.bytes_per_token * (context - num_own + num_own * num_seqs)
         if num_bytes <= _LARGEST_CACHE and query_len <= _LONGEST_PREFILL:
             flops = 4 * heads[0] * heads[2] * num_seqs * query_len * (context - (query_len - 1) / 2)
             row = compare(
-                _calls(heads[0], spec, context, query_len, num_seqs, dtype, kind),
+                _calls(heads[0], spec, block_size, context, query_len, num_seqs, dtype, kind),
                 num_bytes,
                 flops,
                 options.dtype,
                 options.seconds,
             )
-            yield {"attention": kind, "heads": heads, "cache": cache, "context": context, "num_seqs": num_seqs} | row
+            sizes = {"block_size": block_size, "context": context, "num_seqs": num_seqs}
+            yield {"attention": kind, "heads": heads, "cache": cache} | sizes | row
 
 
 def _calls(
     num_heads: int,
     spec: FullAttentionSpec,
+    block_size: int,
     context: int,
     query_len: int,
     num_seqs: int,
@@ -71,11 +74,11 @@ def _calls(
 ) -> list[Callable[[], object]]:
     """Return calls that attend to equal sequences in shuffled blocks; together they exceed every CPU cache."""
     num_kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
-    blocks_per_call = -(-context // _BLOCK_SIZE) * num_seqs
-    buffer, num_blocks = _cold_buffer(_BLOCK_SIZE * spec.bytes_per_token, blocks_per_call)
+    blocks_per_call = -(-context // block_size) * num_seqs
+    buffer, num_blocks = _cold_buffer(block_size * spec.bytes_per_token, blocks_per_call)
     cache_dtype = getattr(torch, spec.dtype)
-    k_cache, v_cache = kernels.make_layer_cache(buffer, num_blocks, _BLOCK_SIZE, num_kv_heads, head_dim, cache_dtype)
-    for slots in torch.arange(num_blocks * _BLOCK_SIZE).tensor_split(-(-num_blocks // 256)):  # touches every page
+    k_cache, v_cache = kernels.make_layer_cache(buffer, num_blocks, block_size, num_kv_heads, head_dim, cache_dtype)
+    for slots in torch.arange(num_blocks * block_size).tensor_split(-(-num_blocks // 256)):  # touches every page
         key, value = torch.randn(2, len(slots), num_kv_heads, head_dim).to(dtype)
         kernels.write_kv(key, value, k_cache, v_cache, slots)
     query = torch.randn(query_len * num_seqs, num_heads, head_dim).to(dtype)
@@ -93,21 +96,23 @@ def _latents(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row of latent attention for each context and batch."""
     spec = LatentSpec(_RANK, _ROTARY_DIM, options.dtype)
     heads = _LATENT_HEADS, 1, spec.width
-    for num_seqs, context in tracked([*product(options.num_seqs, options.context)], "latent attention"):
+    measured = [*product(options.num_seqs, options.context, options.block_size)]
+    for num_seqs, context, block_size in tracked(measured, "latent attention"):
         num_bytes = spec.bytes_per_token * context * num_seqs
         if num_bytes <= _LARGEST_CACHE:
             flops = 2 * _LATENT_HEADS * (spec.width + spec.rank) * num_seqs * context
-            row = compare(_latent_calls(spec, context, num_seqs), num_bytes, flops, options.dtype, options.seconds)
-            sizes = {"heads": heads, "cache": options.dtype, "context": context, "num_seqs": num_seqs}
-            yield {"attention": "latent"} | sizes | row
+            calls = _latent_calls(spec, block_size, context, num_seqs)
+            row = compare(calls, num_bytes, flops, options.dtype, options.seconds)
+            sizes = {"block_size": block_size, "context": context, "num_seqs": num_seqs}
+            yield {"attention": "latent", "heads": heads, "cache": options.dtype} | sizes | row
 
 
-def _latent_calls(spec: LatentSpec, context: int, num_seqs: int) -> list[Callable[[], object]]:
+def _latent_calls(spec: LatentSpec, block_size: int, context: int, num_seqs: int) -> list[Callable[[], object]]:
     """As `_calls`, of sequences that decode over latents."""
-    blocks_per_call, dtype = -(-context // _BLOCK_SIZE) * num_seqs, getattr(torch, spec.dtype)
-    buffer, num_blocks = _cold_buffer(_BLOCK_SIZE * spec.bytes_per_token, blocks_per_call)
-    cache = kernels.make_latent_cache(buffer, num_blocks, _BLOCK_SIZE, spec.width, dtype)
-    for slots in torch.arange(num_blocks * _BLOCK_SIZE).tensor_split(-(-num_blocks // 256)):  # touches every page
+    blocks_per_call, dtype = -(-context // block_size) * num_seqs, getattr(torch, spec.dtype)
+    buffer, num_blocks = _cold_buffer(block_size * spec.bytes_per_token, blocks_per_call)
+    cache = kernels.make_latent_cache(buffer, num_blocks, block_size, spec.width, dtype)
+    for slots in torch.arange(num_blocks * block_size).tensor_split(-(-num_blocks // 256)):  # touches every page
         rows = torch.randn(len(slots), spec.width).to(dtype)
         kernels.write_latents(rows[:, : spec.rank], rows[:, spec.rank :], cache, slots)
     query = torch.randn(num_seqs, _LATENT_HEADS, spec.width).to(dtype)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.common.errors import ConfigError, QuireError, nearest_name
-from quire.common.log import logger
+from quire.common.log import log_early
 
 _FILE = Path(__file__).with_suffix(".toml")
 Kind = Literal["engine", "server", "sampling", "structured", "beam", "pooling"]
@@ -77,7 +77,7 @@ def translate(
         else:
             dropped.append(f"{name} ({argument.reason})")
     if dropped and kind in ("engine", "server"):
-        logger.info("without effect here: %s", "; ".join(dropped))
+        log_early(f"without effect here: {'; '.join(dropped)}")
     return kept
 
 

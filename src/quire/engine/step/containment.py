@@ -11,8 +11,9 @@ MAX_CONSECUTIVE_FAILURES = 5
 
 
 class Accounting:
-    """A context for changes of the engine's internal accounting. An exception in it leaves the accounting inconsistent:
-    the engine is broken. Not a generator, as `failures_named`: every step is in one."""
+    """A context for changes of the engine's internal accounting. An exception in it, or an interrupt that is not delayed
+    (the second Ctrl-C), leaves the accounting inconsistent: the engine is broken. Not a generator, as `failures_named`:
+    every step is in one."""
 
     def __init__(self) -> None:
         self.error: EngineBrokenError | None = None
@@ -21,8 +22,10 @@ class Accounting:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if error is not None and isinstance(error, Exception):
-            self.error = EngineBrokenError(f"internal accounting is inconsistent: {type(error).__name__}: {error}")
+        if error is None:
+            return
+        self.error = EngineBrokenError(f"internal accounting is inconsistent: {type(error).__name__}: {error}")
+        if isinstance(error, Exception):
             raise self.error from error
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from quire.common.log import show_messages
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.model import ModelConfig
 from quire.engine.process.messages import Ready
@@ -34,6 +35,7 @@ async def nothing() -> None:
 
 async def start_engines(args: EngineArgs, hang_timeout_s: float | None, name: str = "") -> Started:
     """Start the engine processes, and read the tokenizer while they load. If one fails, all end."""
+    show_messages()
     config = await asyncio.to_thread(args.resolve)
     placed = await asyncio.to_thread(place, replace(args, lora_modules=()))  # this process knows the adapters
     engines = [

@@ -48,7 +48,7 @@ async def run_chat(
         model,
         context,
         request,
-        max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
+        max_tokens=_max_tokens(model, request),
         logprobs=_num_logprobs(request),
         structured_outputs=plan.structured_outputs,
     )
@@ -72,6 +72,12 @@ async def run_chat(
             for event in await beside(output, partial(choices.events, output, timings)):
                 yield event
     yield _usage(counts, timings)
+
+
+def _max_tokens(model: ServedModel, request: api.ChatCompletionRequest) -> int | None:
+    config = model.llm.model_config
+    given = request.max_completion_tokens, request.max_tokens, config.generation_config.get("max_new_tokens")
+    return next((min(number, config.max_model_len) for number in given if number is not None), None)
 
 
 async def make_prompt(model: ServedModel, request: api.ChatCompletionRequest, plan: ChatPlan) -> ChatPrompt:

@@ -23,6 +23,7 @@ _NEUTRAL = {"mirostat": 0, "typical_p": 1.0, "tfs_z": 1.0}
 """Options for ways of sampling that the engine does not have, with the values that turn them off."""
 _SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 _THINKING = ("low", "medium", "high")
+_UNLIMITED = 2**31  # tokens, more than any context holds
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d{1,12}(?:\.\d{0,9})?)(ns|us|µs|ms|s|m|h)")
 
@@ -74,7 +75,7 @@ def _chat(request: api.CommonRequest, messages: Sequence[Mapping[str, Any]]) -> 
     body: dict[str, Any] = {
         "messages": messages,
         "stream": request.stream is not False,
-        "max_tokens": None if (options.num_predict or 0) < 0 else options.num_predict,
+        "max_tokens": _UNLIMITED if (options.num_predict or 0) < 0 else options.num_predict,
         "repetition_penalty": options.repeat_penalty,
         "logprobs": request.logprobs,
         "top_logprobs": request.top_logprobs,
