@@ -4,7 +4,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# an index of torch builds without CUDA, where the configured one would bring CUDA along (see README.md)
+# an index of torch builds without CUDA, where the configured one would bring CUDA along (docs/how-to/install.md)
 TORCH_INDEX ?=
 # processes the tests run in, and further arguments: make test ARGS="tests/kv -k fork"
 TEST_PROCESSES ?= 3
