@@ -244,10 +244,11 @@ def test_many_vectors_are_written_in_a_thread(embedder, expected):
     assert base64.b64decode(cohere["embeddings"]["base64"][1]) == np.array(expected[1], "<f4").tobytes()
 
 
-def test_classes_have_their_names():
-    server = counting(CountingExecutor("classify"), id2label={"0": "short", "1": "long"})
+@pytest.mark.parametrize(("names", "name"), [({"1": "long"}, "long"), (None, "LABEL_1"), ({"0": "a"}, "LABEL_1")])
+def test_classes_have_their_names_or_those_of_transformers(names, name):
+    server = counting(CountingExecutor("classify"), id2label=names)
     (row,) = server.post("/classify", {"input": "a b c"}).json["data"]
-    assert (row["index"], row["label"], row["num_classes"]) == (0, "long", 2)
+    assert (row["index"], row["label"], row["num_classes"]) == (0, name, 2)
     assert row["probs"][0] == len(tokenizer_of(server).encode("a b c"))
 
 

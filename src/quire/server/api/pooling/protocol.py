@@ -130,7 +130,7 @@ class ClassificationData(msgspec.Struct, kw_only=True):
     """The classes of one text."""
 
     index: int
-    label: str | None
+    label: str
     """The name of the likeliest class."""
     probs: list[float]
     num_classes: int

@@ -74,10 +74,10 @@ async def _vectors(
     return await pool(model, await prompts_of(model, body, params), params, context.request_id)
 
 
-def _label(names: Any, index: int) -> str | None:
-    """The name that config.json has for a class; None if it has none."""
+def _label(names: Any, index: int) -> str:
+    """The name that config.json has for a class, or else that of transformers."""
     found = names.get(str(index)) if isinstance(names, dict) else None
-    return found if isinstance(found, str) else None
+    return found if isinstance(found, str) else f"LABEL_{index}"
 
 
 ENDPOINTS = (
