@@ -135,6 +135,21 @@ def test_a_text_is_as_long_as_the_model_was_made_for(tmp_path: Path) -> None:
         assert len(llm.embed(TEXTS[2], **cut)[0].prompt_token_ids) == 7
 
 
+@pytest.mark.parametrize(
+    ("limit", "length"), [(5, 5), (10**30, 7), (0, 7), (-1, 7), ("5", 7), (True, 7), (5.0, 7), (None, 7)]
+)
+def test_a_text_is_as_long_as_the_tokenizer_says_where_the_model_does_not(limit, length, tmp_path: Path) -> None:
+    save(tmp_path, "BertModel", BERT)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": limit}))
+    (file := tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": null}')
+    cut = {"truncate_prompt_tokens": -1, "use_tqdm": False}
+    with run(tmp_path) as llm:
+        assert len(llm.embed(TEXTS[2], **cut)[0].prompt_token_ids) == length
+    file.write_text('{"max_seq_length": 6}')
+    with run(tmp_path) as llm:
+        assert len(llm.embed(TEXTS[2], **cut)[0].prompt_token_ids) == 6
+
+
 def test_what_is_not_run_is_named(tmp_path: Path) -> None:
     save(tmp_path, "BertModel", BERT)
     with (

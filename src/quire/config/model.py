@@ -135,6 +135,7 @@ class ModelConfig:
         checkpoint_dtype = _checkpoint_dtype(hf, path)
         _check_layers(hf)
         vocab_size, max_positions = hf.size("vocab_size"), hf.size("max_position_embeddings")
+        trained_len = _trained_length(path, tokenizer_path, max_positions) if runner == "pooling" else max_positions
         quant_method, quantization = read_quantization(hf, quantization, name)
         _check_mapped(weights_from_file, quant_method, name)
         return cls(
@@ -151,7 +152,7 @@ class ModelConfig:
             vocab_size=vocab_size,
             max_position_embeddings=max_positions,
             max_context_len=_max_context_len(hf, max_positions) if model_impl == "quire" else max_positions,
-            max_model_len=_trained_length(path, max_positions) if runner == "pooling" else max_positions,
+            max_model_len=trained_len,
             eos_token_ids=_eos_token_ids(generation, hf, vocab_size),
             model_impl=model_impl,
             head_quantization=head_quantization,
@@ -231,9 +232,14 @@ def _check_layers(hf: HFConfig) -> None:
             raise CheckpointError(f"{hf.source}: {key!r} is {number}, more than {limit}")
 
 
-def _trained_length(path: Path, max_positions: int) -> int:
-    """The tokens of the longest texts that an embedder was made for, which may be fewer than its positions."""
-    return min(max_positions, read_sentence_config(path).max_seq_length or max_positions)
+def _trained_length(path: Path, tokenizer_path: Path, max_positions: int) -> int:
+    """The tokens of the longest texts that a model was made for that pools, which may be fewer than its positions. As
+    in sentence-transformers, the tokenizer's limit counts where the model has none."""
+    if (limit := read_sentence_config(path).max_seq_length) is None:
+        file = tokenizer_path / "tokenizer_config.json"
+        stated = read_json_object(file).get("model_max_length") if file.exists() else None
+        limit = stated if type(stated) is int and stated > 0 else max_positions
+    return min(max_positions, limit)
 
 
 def _max_context_len(hf: HFConfig, max_positions: int) -> int:
