@@ -20,6 +20,7 @@ from tests.models.encoders import BERT, DEBERTA, DEBERTA_V3, DECODERS, MODERN
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(92))]
 TEXTS = ["w1 w2 w3", "w4", "w7 w8 w9 w10 w11"]
 PAIR_TYPES = {"single": "[CLS]:0 $A:0 [SEP]:0", "pair": "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1"}
+SPECIAL = {"cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]", "pad_token": "[PAD]"}
 LLAMA = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3, "num_labels": 3,
@@ -148,6 +149,38 @@ def test_a_text_is_as_long_as_the_tokenizer_says_where_the_model_does_not(limit,
     file.write_text('{"max_seq_length": 6}')
     with run(tmp_path) as llm:
         assert len(llm.embed(TEXTS[2], **cut)[0].prompt_token_ids) == 6
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        *({"tokenizer_class": f"{kind}Tokenizer"} for kind in ("Bert", "Electra", "DistilBert", "Unknown")),
+        *({"tokenizer_class": kind} for kind in ("BertTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")),
+        {"tokenizer_class": "BertTokenizer", "model_input_names": ["input_ids", "attention_mask"]},
+        {"tokenizer_class": "TokenizersBackend", "model_input_names": ["input_ids", "token_type_ids"]},
+    ],
+    ids=str,
+)
+def test_pairs_have_token_types_if_transformers_gives_them(config: dict[str, Any] | None, tmp_path: Path) -> None:
+    oracle = save(tmp_path, "BertForSequenceClassification", BERT | {"num_labels": 1})
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | SPECIAL))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    given = theirs(TEXTS[0], TEXTS[2], return_tensors="pt")
+    with run(tmp_path) as llm, torch.no_grad():
+        (output,) = llm.score(TEXTS[0], TEXTS[2], use_tqdm=False)
+        assert output.prompt_token_ids == given["input_ids"][0].tolist()
+        assert output.outputs.score == pytest.approx(float(oracle(**given).logits.sigmoid()), abs=1e-5)
+    assert Tokenizer.of(theirs).has_token_types == ("token_type_ids" in given)
+
+
+def test_pairs_have_no_token_types_in_a_model_with_one(tmp_path: Path) -> None:
+    oracle = save(tmp_path, "BertForSequenceClassification", BERT | {"num_labels": 1, "type_vocab_size": 1})
+    with run(tmp_path) as llm, torch.no_grad():
+        (output,) = llm.score(TEXTS[0], TEXTS[2], use_tqdm=False)
+        logits = oracle(torch.tensor([output.prompt_token_ids])).logits
+        assert output.outputs.score == pytest.approx(float(logits.sigmoid()), abs=1e-5)
 
 
 def test_what_is_not_run_is_named(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -75,6 +75,10 @@ class PoolingInputs:
         self.info = info
         self.max_tokens = inputs.model.max_model_len
 
+    @cached_property
+    def _num_types(self) -> int:
+        return self._inputs.model.hf_config.count("type_vocab_size", 2) or MAX_TOKEN_TYPE
+
     def check_params(self, params: PoolingParams) -> PoolSpec:
         """Return what these parameters ask of the pooler. Raises RequestError if this model cannot do that."""
         if self.info is None:
@@ -112,8 +116,7 @@ class PoolingInputs:
         elif (keep := self._num_kept(params)) is not None:
             token_ids, types = token_ids[-keep:], types if types is None else types[-keep:]
         self.check(token_ids, spec)
-        num_types = self._inputs.model.hf_config.count("type_vocab_size", 2) or MAX_TOKEN_TYPE
-        types = None if types is None else _checked_types(types, len(token_ids), num_types)
+        types = None if types is None else _checked_types(types, len(token_ids), self._num_types)
         return CheckedPrompt(params, spec, text, token_ids, salt, types)
 
     def encode(self, text: str, params: PoolingParams, add_special_tokens: bool = True) -> list[int]:
@@ -124,10 +127,12 @@ class PoolingInputs:
         return self._inputs.tokenizer.encode_cut(readable, keep, add_special_tokens)
 
     def encode_pair(self, pair: tuple[str, str], params: PoolingParams) -> tuple[list[int], list[int]]:
-        """As `encode`, for two texts: token ids and token type ids."""
+        """As `encode`, for two texts: token ids and token type ids, which are 0 where the model reads none."""
         keep = self._num_kept(params)
         first, second = (self._inputs.readable(text, keep is not None, keeps_start=True) for text in pair)
-        return self._inputs.tokenizer.encode_pair(first, second, keep)
+        tokenizer = self._inputs.tokenizer
+        token_ids, types = tokenizer.encode_pair(first, second, keep)
+        return token_ids, types if tokenizer.has_token_types and self._num_types > 1 else [0] * len(types)
 
     def _num_kept(self, params: PoolingParams) -> int | None:
         """Return how many tokens of longer texts are kept; None if they are refused."""

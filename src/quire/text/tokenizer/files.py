@@ -25,6 +25,8 @@ _MODELS = ("tokenizer.model", "spiece.model", "tiktoken.model")
 """Files of SentencePiece or tiktoken: some checkpoints have the one under the name of the other."""
 _PRE_TOKENIZERS = {"Qwen2Tokenizer": PreTokenizer((WORDS % r"\p{N}",), composes=True)}
 """By tokenizer_class, for vocab.json and merges.txt."""
+_HAVE_TOKEN_TYPES = ("Bert", "ConvBert", "Deberta", "DebertaV2", "Electra", "LayoutLM", "MobileBert", "SqueezeBert")
+"""By tokenizer_class, without `Tokenizer`."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPECIAL_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
 
@@ -38,6 +40,8 @@ class TokenizerFiles:
     """Maps roles to tokens, such as `eos_token` to `</s>`."""
     chat_templates: Mapping[str, str]
     """Maps names to Jinja sources; the usual name is `default`."""
+    has_token_types: bool = True
+    """Whether the model reads which text of a pair a token is of."""
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
@@ -59,7 +63,16 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
             frame_with_special_tokens(built.backend, frame, special_tokens)
         if read_sentence_config(folder).do_lower_case:
             _lower_texts(built.backend)
-        return TokenizerFiles(built.backend, special_tokens, _read_chat_templates(folder, config))
+        templates = _read_chat_templates(folder, config)
+        return TokenizerFiles(built.backend, special_tokens, templates, _has_token_types(config))
+
+
+def _has_token_types(config: Mapping[str, Any]) -> bool:
+    """Whether transformers 5 gives token types to a model with this tokenizer; true if its class is not stated."""
+    names, kind = config.get("model_input_names"), config.get("tokenizer_class")
+    if isinstance(names, list):
+        return "token_type_ids" in names
+    return not isinstance(kind, str) or kind.removesuffix("Fast").removesuffix("Tokenizer") in _HAVE_TOKEN_TYPES
 
 
 def _lower_texts(backend: tokenizers.Tokenizer) -> None:

@@ -32,6 +32,8 @@ class Tokenizer:
         """Maps roles to tokens, such as `eos_token` to `</s>`."""
         self.chat_templates: Mapping[str, str] = files.chat_templates
         """Maps the names of the checkpoint's chat templates to Jinja sources; the usual name is `default`."""
+        self.has_token_types = files.has_token_types
+        """Whether the model reads which text of a pair a token is of."""
         self.eos_token_id = self._special_id("eos_token")
         self.bos_token_id = self._special_id("bos_token")
         self.pad_token_id = self._special_id("pad_token")
@@ -68,7 +70,8 @@ class Tokenizer:
         special = {role: str(token) for role, token in given.special_tokens_map.items() if isinstance(token, str)}
         found = given.chat_template
         templates = found if isinstance(found, dict) else {} if found is None else {"default": found}
-        return cls(TokenizerFiles(backend, special, templates), str(given.name_or_path))
+        has_token_types = "token_type_ids" in given.model_input_names
+        return cls(TokenizerFiles(backend, special, templates, has_token_types), str(given.name_or_path))
 
     @cached_property
     def vocab_size(self) -> int:
