@@ -192,6 +192,51 @@ def test_modules_that_are_refused(modules, error, words, tmp_path: Path) -> None
         read_modules(write(tmp_path, *modules), 8)
 
 
+SCORES = DENSE | {"module_input_name": "sentence_embedding", "module_output_name": "scores"}
+
+
+def write_cross_encoder(folder: Path, *modules: tuple[str, str, dict[str, Any] | None]) -> Path:
+    """As `write`, and the file that says what the modules are for."""
+    config = {"model_type": "CrossEncoder", "activation_fn": "torch.nn.modules.linear.Identity"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(config))
+    return write(folder, *modules)
+
+
+def test_the_last_module_of_a_cross_encoder_makes_scores(tmp_path: Path) -> None:
+    found = read_modules(write_cross_encoder(tmp_path, FIRST, POOL, (f"{TYPE}Dense", "d", SCORES)), 8)
+    assert found == SentenceModules(("mean",), (DenseModule(8, 4, True, None, tmp_path / "d"),), False, 4)
+
+
+@pytest.mark.parametrize(
+    ("modules", "words"),
+    [
+        ([FIRST], "modules.json: a CrossEncoder must end with a Dense whose output is 'scores'"),
+        ([FIRST, POOL, (f"{TYPE}Dense", "d", DENSE)], "a CrossEncoder must end with a Dense"),
+        ([FIRST, (f"{TYPE}Dense", "d", SCORES)], "d/config.json: a Dense from 'sentence_embedding' to 'scores' is"),
+        (
+            [FIRST, POOL, (f"{TYPE}Dense", "d", SCORES), (f"{TYPE}Dense", "e", DENSE | {"in_features": 4})],
+            "a CrossEncoder must end with a Dense",
+        ),
+        ([FIRST, POOL, (f"{TYPE}Dense", "d", SCORES), (f"{TYPE}Normalize", "", None)], "a CrossEncoder must end"),
+    ],
+    ids=range(5),
+)
+def test_other_modules_of_cross_encoders_are_refused(modules, words, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        read_modules(write_cross_encoder(tmp_path, *modules), 8)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("sentence_embedding", "scores"), ("sentence_embedding", "other"), ("token_embeddings", "token_embeddings")],
+)
+def test_an_embedding_goes_through_every_dense_layer(names, tmp_path: Path) -> None:
+    config = DENSE | dict(zip(("module_input_name", "module_output_name"), names, strict=True))
+    words = rf"d/config\.json: a Dense from '{names[0]}' to '{names[1]}' is not"
+    with pytest.raises(UnsupportedModelError, match=words):
+        read_modules(write(tmp_path, FIRST, POOL, (f"{TYPE}Dense", "d", config)), 8)
+
+
 def test_modules_are_objects_with_a_type(tmp_path: Path) -> None:
     path = tmp_path / "modules.json"
     for text, words in (("[1]", "must list 1 to 16 modules, each an object"), ("[{}]", "module 0 has no 'type'")):

@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from quire import LLM, CheckpointError, UnsupportedModelError
+from quire import LLM, CheckpointError, PoolingParams, UnsupportedModelError
 from quire.text.tokenizer.tokenizer import Tokenizer
 from tests.models.encoders import BERT, DEBERTA, DEBERTA_V3, DECODERS, MODERN
 
@@ -181,6 +181,58 @@ def test_pairs_have_no_token_types_in_a_model_with_one(tmp_path: Path) -> None:
         (output,) = llm.score(TEXTS[0], TEXTS[2], use_tqdm=False)
         logits = oracle(torch.tensor([output.prompt_token_ids])).logits
         assert output.outputs.score == pytest.approx(float(logits.sigmoid()), abs=1e-5)
+
+
+def write_cross_encoder(folder: Path, activation: str | None) -> None:
+    config = {"model_type": "CrossEncoder", "activation_fn": activation and f"torch.nn.modules.{activation}"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("activation", "problem", "expected"),
+    [
+        ("linear.Identity", None, lambda x: x),
+        ("activation.Sigmoid", "regression", torch.sigmoid),
+        ("activation.Tanh", None, torch.tanh),
+        (None, "regression", lambda x: x),
+    ],
+)
+def test_a_cross_encoder_has_the_activation_beside_its_modules(activation, problem, expected, tmp_path: Path) -> None:
+    oracle = save(tmp_path, "BertForSequenceClassification", BERT | {"num_labels": 1, "problem_type": problem})
+    write_cross_encoder(tmp_path, activation)
+    with run(tmp_path) as llm, torch.no_grad():
+        (output,) = llm.classify(TEXTS[0], use_tqdm=False)
+        np.testing.assert_allclose(output.outputs.probs, expected(oracle(ids_of(TEXTS[0])).logits[0]), atol=1e-5)
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+@pytest.mark.parametrize(("kind", "way"), [("BertModel", "mean"), ("Qwen3Model", "lasttoken")])
+def test_a_cross_encoder_may_be_modules(kind: str, way: str, num_labels: int, tmp_path: Path) -> None:
+    oracle = save(tmp_path, kind, BERT if kind == "BertModel" else LLAMA | {"head_dim": 8})
+    write_modules(tmp_path, {"pooling_mode": way}, "Dense")
+    write_cross_encoder(tmp_path, "activation.Sigmoid")
+    linear = torch.nn.Linear(32, num_labels)
+    (dense := tmp_path / "2_Dense").mkdir()
+    save_file({"linear.weight": linear.weight.data, "linear.bias": linear.bias.data}, dense / "model.safetensors")
+    names = {"activation_function": "torch.nn.Identity", "module_output_name": "scores"}
+    (dense / "config.json").write_text(json.dumps({"in_features": 32, "out_features": num_labels, **names}))
+    with run(tmp_path) as llm, torch.no_grad():
+        assert llm.engine.pooler.tasks == (("classify", "score") if num_labels == 1 else ("classify",))
+        for text, output in zip(TEXTS, llm.classify(TEXTS, use_tqdm=False), strict=True):
+            rows = oracle(ids_of(text)).last_hidden_state[0]
+            logits = linear(rows.mean(0) if way == "mean" else rows[-1])
+            np.testing.assert_allclose(output.outputs.probs, logits.sigmoid(), atol=1e-4)
+        raw = PoolingParams(use_activation=False)
+        (output,) = llm.classify(TEXTS[-1:], pooling_params=raw, use_tqdm=False)
+        np.testing.assert_allclose(output.outputs.probs, logits, atol=1e-4)
+        if num_labels == 1:
+            (output,) = llm.score(TEXTS[0], TEXTS[1], use_tqdm=False)
+            types = torch.tensor([[0] * 5 + [1] * 2]) if kind == "BertModel" else None
+            joined = torch.cat([ids_of(TEXTS[0]), ids_of(TEXTS[1])[:, 1:]], dim=1)
+            given = {} if types is None else {"token_type_ids": types}
+            rows = oracle(joined, **given).last_hidden_state[0]
+            logits = linear(rows.mean(0) if way == "mean" else rows[-1])
+            assert output.outputs.score == pytest.approx(float(logits.sigmoid()), abs=1e-4)
 
 
 def test_what_is_not_run_is_named(tmp_path: Path) -> None:

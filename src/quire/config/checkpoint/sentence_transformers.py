@@ -1,7 +1,8 @@
 """What a folder of sentence-transformers says besides the model: its modules, prompts and limits. Reads no weights.
 
 Its files: `modules.json` lists the modules that a text goes through, each with a folder of its own;
-`sentence_bert_config.json` is that of the first, the model itself; `config_sentence_transformers.json` has prompts.
+`sentence_bert_config.json` is that of the first, the model itself; `config_sentence_transformers.json` has prompts, and
+says whether the modules are a cross-encoder.
 """
 
 import re
@@ -78,6 +79,8 @@ class SentenceModules:
     """What an embedding goes through after that."""
     normalizes: bool = True
     """Whether it is scaled to length 1 at the end."""
+    num_scores: int = 0
+    """Number of logits that a cross-encoder makes instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +101,28 @@ def read_sentence_config(folder: Path) -> SentenceConfig:
         return SentenceConfig()
     file = next((folder / name for name in _TRANSFORMER_FILES if (folder / name).exists()), None)
     transformer = HFConfig({} if file is None else read_json_object(file), str(file))
-    path = folder / _PROMPTS_FILE
-    values = HFConfig(read_json_object(path) if path.exists() else {}, str(path))
+    values = _read_purpose(folder)
     prompts = values.get("prompts") or {}
     if (
         not isinstance(prompts, dict)
         or len(prompts) > _MAX_PROMPTS
         or not all(text is None or isinstance(text, str) for text in prompts.values())
     ):
-        raise CheckpointError(f"{path}: 'prompts' must be an object of at most {_MAX_PROMPTS} texts")
+        raise CheckpointError(f"{values.source}: 'prompts' must be an object of at most {_MAX_PROMPTS} texts")
     prompts = {name: text for name, text in prompts.items() if text is not None}
     limit = None if transformer.get("max_seq_length") is None else transformer.size("max_seq_length")
     return SentenceConfig(limit, transformer.flag("do_lower_case", False), prompts)
+
+
+def _read_purpose(folder: Path) -> HFConfig:
+    path = folder / _PROMPTS_FILE
+    return HFConfig(read_json_object(path) if path.exists() else {}, str(path))
+
+
+def read_cross_encoder(folder: Path) -> HFConfig | None:
+    """What sentence-transformers 6 says of a cross-encoder beside `config.json`; None in other folders."""
+    values = _read_purpose(folder)
+    return values if values.text("model_type", "") == "CrossEncoder" else None
 
 
 def read_modules(folder: Path, hidden_size: int) -> SentenceModules | None:
@@ -121,10 +134,12 @@ def read_modules(folder: Path, hidden_size: int) -> SentenceModules | None:
     entries = read_json_list(path)
     if not 0 < len(entries) <= _MAX_MODULES or not all(isinstance(entry, dict) for entry in entries):
         raise CheckpointError(f"{path} must list 1 to {_MAX_MODULES} modules, each an object with 'path' and 'type'")
-    read = _Modules(path, hidden_size)
+    read = _Modules(path, hidden_size, is_cross_encoder=read_cross_encoder(folder) is not None)
     for index, entry in enumerate(entries):
         read.add(index, HFConfig(entry, f"{path}: module {index}"))
-    return SentenceModules(read.modes, tuple(read.steps), read.normalizes or read.are_late)
+    if read.is_cross_encoder and not read.num_scores:
+        raise UnsupportedModelError(f"{path}: a CrossEncoder must end with a Dense whose output is 'scores'")
+    return SentenceModules(read.modes, tuple(read.steps), read.normalizes or read.are_late, read.num_scores)
 
 
 def weights_folder(module: DenseModule | NormModule) -> Path:
@@ -137,12 +152,15 @@ def weights_folder(module: DenseModule | NormModule) -> Path:
 class _Modules:
     """Reads modules in their order, and how wide a vector is after each."""
 
-    def __init__(self, path: Path, hidden_size: int) -> None:
+    def __init__(self, path: Path, hidden_size: int, *, is_cross_encoder: bool) -> None:
         self.modes: tuple[str, ...] = ()
         self.steps: list[DenseModule | NormModule] = []
         self.normalizes = False
         self.are_late = False
         """Whether vectors of tokens are compared, and none are pooled (PyLate)."""
+        self.is_cross_encoder = is_cross_encoder
+        self.num_scores = 0
+        """What the last module makes; 0 if it makes something else."""
         self._path, self._width = path, hidden_size
 
     def add(self, index: int, entry: HFConfig) -> None:
@@ -161,6 +179,7 @@ class _Modules:
             raise CheckpointError(
                 f"{entry.source}: 'path' is {where[:80]!r}, but must be the name of a folder beside it"
             )
+        self.num_scores = 0
         self._READERS[name](self, entry, self._path.parent / where)
 
     def _transformer(self, entry: HFConfig, folder: Path) -> None:
@@ -193,6 +212,12 @@ class _Modules:
         values = HFConfig.read(folder / "config.json")
         if values.flag("use_residual", False):
             raise UnsupportedModelError(f"{values.source}: 'use_residual' is true: not supported")
+        given = values.text("module_input_name", "sentence_embedding")
+        made = values.text("module_output_name", given)
+        expected = "sentence_embedding" if self.modes else given
+        makes_scores = self.is_cross_encoder and made == "scores" and bool(self.modes)
+        if given != expected or (made != expected and not makes_scores):
+            raise UnsupportedModelError(f"{values.source}: a Dense from {given!r} to {made!r} is not supported here")
         self.are_late |= entry.text("type").startswith("pylate")
         module = DenseModule(
             values.size("in_features"),
@@ -203,6 +228,7 @@ class _Modules:
         )
         self._add_step(module, module.in_features, values.source)
         self._width = module.out_features
+        self.num_scores = module.out_features if makes_scores else 0
 
     def _layer_norm(self, entry: HFConfig, folder: Path) -> None:
         values = HFConfig.read(folder / "config.json")

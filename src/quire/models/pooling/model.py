@@ -9,7 +9,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from quire.config.checkpoint.sentence_transformers import SentenceModules, read_activation, read_modules, weights_folder
+from quire.config.checkpoint.sentence_transformers import (
+    SentenceModules,
+    read_activation,
+    read_cross_encoder,
+    read_modules,
+    weights_folder,
+)
 from quire.config.hf_config import HFConfig
 from quire.config.kv_cache import KVCacheSpec, NoCacheSpec
 from quire.config.model import ModelConfig
@@ -20,7 +26,7 @@ from quire.models.encoder.model import Encoder
 from quire.models.layers.batch_tensors import NO_CACHE, BatchTensors, LayerCache
 from quire.models.pooling.answers import TokenDense, reads_tokens, token_dense
 from quire.models.pooling.heads import HEAD_NAMES, REWARD_HEAD, HeadShape
-from quire.models.pooling.pooler import ClassPooler, EmbeddingPooler, MultiEmbeddingPooler, Pooler
+from quire.models.pooling.pooler import ClassPooler, EmbeddingPooler, MultiEmbeddingPooler, Pooler, ScorePooler
 from quire.models.pooling.token_heads import COLBERT, VECTORS, WEIGHTS, read_token_head, token_head_files
 from quire.models.weights.stacked import Stack
 
@@ -127,6 +133,8 @@ def _make_pooler(family: type[Encoder] | type[Decoder], kind: Kind, config: Mode
     if kind in (Kind.EMBED, Kind.MULTI_EMBED):
         is_causal = not any(isinstance(spec, NoCacheSpec) for spec in family.kv_cache_specs(config))
         modules = read_modules(config.path, hidden_size) or SentenceModules(("last" if is_causal else "mean",))
+        if modules.num_scores:
+            return ScorePooler(modules, hidden_size, _activation(config, kind, modules.num_scores))
         if kind is Kind.EMBED:
             return EmbeddingPooler(modules, hidden_size)
         vectors, weights = (read_token_head(config.path, name) for name in (VECTORS, WEIGHTS))
@@ -135,7 +143,7 @@ def _make_pooler(family: type[Encoder] | type[Decoder], kind: Kind, config: Mode
     head, of_tokens = _HEADS[kind](family, hf), kind is not Kind.CLASSIFY
     out = _answers(family, config, hidden_size) if kind is Kind.CLASSIFY else None
     labels = num_labels(hf, 1 if kind is Kind.REWARD else 2) if out is None else out.size[0]
-    return ClassPooler(head, hidden_size, labels, _activation(hf, kind, labels), of_tokens=of_tokens, out=out)
+    return ClassPooler(head, hidden_size, labels, _activation(config, kind, labels), of_tokens=of_tokens, out=out)
 
 
 def _answers(family: type[Encoder] | type[Decoder], config: ModelConfig, hidden_size: int) -> TokenDense | None:
@@ -168,12 +176,13 @@ def num_labels(hf: HFConfig, default: int) -> int:
     return hf.size("num_labels", len(names) if isinstance(names, dict) and names else default)
 
 
-def _activation(hf: HFConfig, kind: Kind, num_labels: int) -> str | None:
+def _activation(config: ModelConfig, kind: Kind, num_labels: int) -> str | None:
     """What makes probabilities of logits: what a cross-encoder's config names, or else what its kind of problem asks
     for."""
-    section = hf.section("sentence_transformers")
-    if section is not None and section.get("activation_fn") is not None:
-        return read_activation(section, "activation_fn", "")
+    hf = config.hf_config
+    for section in (read_cross_encoder(config.path), hf.section("sentence_transformers")):
+        if section is not None and section.get("activation_fn") is not None:
+            return read_activation(section, "activation_fn", "")
     if hf.get("sbert_ce_default_activation_function") is not None:
         return read_activation(hf, "sbert_ce_default_activation_function", "")
     problem = hf.text("problem_type", "")

@@ -117,6 +117,21 @@ class MultiEmbeddingPooler(EmbeddingPooler):
         return ACTIVATIONS["relu" if spec.activation in (None, True) else None](weights)
 
 
+class ScorePooler(EmbeddingPooler):
+    """Classes or scores of texts: what would be their embedding are logits."""
+
+    def __init__(self, modules: SentenceModules, hidden_size: int, activation: str | None) -> None:
+        """`activation`: what makes probabilities of logits."""
+        super().__init__(modules, hidden_size)
+        self.tasks = ("classify", "score") if self.dimensions == 1 else ("classify",)
+        self.dimensions = None
+        self._activation = ACTIVATIONS[activation]
+
+    def pool(self, hidden: Tensor, token_ids: Sequence[int], spec: PoolSpec) -> Tensor:
+        logits = super().pool(hidden, token_ids, spec)
+        return self._activation(logits[None])[0] if spec.activation in (None, True) else logits
+
+
 class ClassPooler(Pooler):
     """Classes or scores of texts, or of each token."""
 
