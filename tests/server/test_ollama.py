@@ -16,13 +16,16 @@ from quire.common.errors import CheckpointError
 from quire.common.progress import hub_bar
 from quire.config.args import EngineArgs
 from quire.server.api.ollama.input import keep_alive_s
-from quire.server.api.ollama.models import _pull
+from quire.server.api.ollama.models import _pull, _shown
 from quire.server.api.ollama.protocol import PullStatus
 from quire.server.api.tools import TOOL_FORMATS
 from quire.server.app import ROUTES, make_app
+from quire.server.config import ServerArgs
 from quire.server.http.errors import ApiError
+from quire.server.models.entry import ModelEntry
 from quire.server.models.spec import ModelSpec
 from tests.server.in_process import Answer, Server, saying
+from tests.server.test_embeddings import CountingExecutor, counting
 
 CHAT = {"model": "quire-tiny", "messages": [{"role": "user", "content": "Hi"}]}
 GENERATE = {"model": "quire-tiny", "prompt": "Hi"}
@@ -243,6 +246,29 @@ def test_the_models_are_listed_and_shown(hello: Server) -> None:
         assert "completion" in shown["capabilities"]
     assert hello.post("/api/show", {}).status == 400
     assert hello.post("/api/show", {"model": "none"}).status == 404
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "completion"),
+        ({"runner": "pooling"}, "embedding"),
+        ({"runner": "pooling", "convert": "classify"}, None),
+        ({"hf_overrides": {"architectures": ["LlamaModel"]}}, "embedding"),
+        ({"hf_overrides": {"architectures": ["LlamaForSequenceClassification"]}}, None),
+    ],
+)
+def test_a_model_that_is_not_loaded_shows_whether_it_generates_or_embeds(options, expected) -> None:
+    spec = ModelSpec(("m",), EngineArgs(model="quire-tiny", **options))
+    shown = _shown(ModelEntry(spec, None), ServerArgs())
+    assert [name for name in shown.capabilities if name in ("completion", "embedding")] == [expected] * bool(expected)
+    assert shown.capabilities[1:] == [] or options == {}
+
+
+@pytest.mark.parametrize(("tasks", "expected"), [(("embed", "token_embed"), ["embedding"]), (("classify",), [])])
+def test_a_model_that_is_loaded_shows_whether_it_embeds(tasks, expected) -> None:
+    server = counting(CountingExecutor(*tasks))
+    assert server.post("/api/show", {"model": "quire-tiny"}).json["capabilities"] == expected
 
 
 def test_a_pulled_model_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

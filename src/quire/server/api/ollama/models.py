@@ -17,9 +17,11 @@ from starlette.types import ASGIApp
 from quire.common.errors import QuireError
 from quire.common.progress import Download, current_download
 from quire.common.version import __version__
+from quire.config.checkpoint.architectures import POOLING_MODELS
 from quire.config.checkpoint.formats import open_checkpoint, weight_files
 from quire.config.checkpoint.gguf.files import is_gguf
 from quire.config.checkpoint.location import is_downloadable
+from quire.config.checkpoint.sentence_transformers import read_cross_encoder
 from quire.config.model import ModelConfig
 from quire.server.api.ollama import protocol as api
 from quire.server.api.ollama.stream import rfc3339
@@ -147,10 +149,12 @@ def _shown(entry: ModelEntry, args: ServerArgs) -> api.ShownModel:
         tokenizer = Tokenizer.from_path(config.tokenizer_path) if entry.llm is None else entry.llm.tokenizer
         templates = tokenizer.chat_templates
     template = templates.get("tool_use") or templates.get("default")
+    generates = config is None or config.runner == "generate"
     formats = {
-        "completion": True,
-        "tools": choose_tool_format(args.tool_parser, template),
-        "thinking": choose_reasoning_format(args.reasoning_parser, template),
+        "completion": generates,
+        "embedding": config is not None and _embeds(entry, config),
+        "tools": generates and choose_tool_format(args.tool_parser, template),
+        "thinking": generates and choose_reasoning_format(args.reasoning_parser, template),
     }
     recommended = {} if config is None else config.generation_config
     return api.ShownModel(
@@ -162,6 +166,15 @@ def _shown(entry: ModelEntry, args: ServerArgs) -> api.ShownModel:
         capabilities=[name for name, found in formats.items() if found],
         modified_at=rfc3339(facts.modified_s),
     )
+
+
+def _embeds(entry: ModelEntry, config: ModelConfig) -> bool:
+    """Whether the model makes embeddings, as far as the files of one that is not loaded say."""
+    if entry.llm is not None:
+        return entry.llm.pooler is not None and "embed" in entry.llm.pooler.tasks
+    kind = POOLING_MODELS.get(config.architecture, "").rpartition(":")[2]
+    embeds = config.convert == "embed" or kind in ("EMBED", "MULTI_EMBED")
+    return embeds and read_cross_encoder(config.path) is None
 
 
 def _model_info(facts: _Facts) -> dict[str, Any]:
