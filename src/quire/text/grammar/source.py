@@ -1,5 +1,7 @@
 """Conversion of a request's structure to the grammar library's format."""
 
+import re
+import sys
 from itertools import pairwise
 from os.path import commonprefix
 from typing import Any
@@ -8,15 +10,13 @@ import msgspec
 
 from quire.common.params import StructuredOutputsParams
 from quire.common.params.structural_tag import read_structural_tag
+from quire.text.grammar.schema import adapted_schema
 from quire.text.grammar.structural_tag import LarkRules
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-"""Keywords of JSON schema whose value maps names to schemas."""
-_SCHEMAS = ("items", "prefixItems", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf")
-"""Keywords of JSON schema whose value is a schema or a list of schemas."""
 _JSON_WHITESPACE = r" |\n {0,16}|\n\t{0,4}"
 """Between the tokens of JSON unless the request says otherwise: enough to indent, but not to fill an output with it."""
 _ESCAPED = frozenset(r"\.+*?()|[]{}^$#&-~/")
+_GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
 def library_grammar(params: StructuredOutputsParams) -> str:
@@ -28,19 +28,33 @@ def library_grammar(params: StructuredOutputsParams) -> str:
     if params.choice is not None:  # one lexeme is a hundred times faster than thousands of rules
         return LLMatcher.grammar_from_regex("|".join(map(_literal, params.choice)))
     if params.grammar is not None:
-        return grammar_from("grammar", params.grammar)
+        is_gbnf = "::=" in params.grammar
+        return grammar_from("grammar", _GBNF_ESCAPE.sub(_character, params.grammar) if is_gbnf else params.grammar)
     options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
     if not params.disable_any_whitespace:
         options["whitespace_pattern"] = params.whitespace_pattern or _JSON_WHITESPACE
 
-    closed = _closed if params.disable_additional_properties else lambda schema: schema
+    def adapted(schema: Any) -> Any:
+        return adapted_schema(schema, is_closed=params.disable_additional_properties) | {"x-guidance": options}
+
     if params.structural_tag is not None:
-        rules = LarkRules(lambda schema: _json_in_lark(closed(schema) | {"x-guidance": options}), _regex_in_lark)
+        rules = LarkRules(lambda schema: _json_in_lark(adapted(schema)), _regex_in_lark)
         return LLMatcher.grammar_from_lark(rules.grammar(read_structural_tag(params.structural_tag)))
     schema: Any = {"type": "object"}
     if params.json is not None:
         schema = msgspec.json.decode(params.json) if isinstance(params.json, str) else params.json
-    return LLMatcher.grammar_from_json_schema(msgspec.json.encode(closed(schema)).decode(), overrides=options)  # type: ignore[arg-type]
+    return LLMatcher.grammar_from_json_schema(msgspec.json.encode(adapted(schema)).decode())
+
+
+def _character(escape: re.Match[str]) -> str:
+    """Return the character of a numeric escape; the library would drop the zeros at its beginning."""
+    digits = escape[1] or escape[2]
+    if digits is None:
+        return escape[0]
+    code = int(digits, 16)
+    if 0xD800 <= code < 0xE000 or code > sys.maxunicode:
+        raise ValueError(f"{escape[0]} is not the number of a Unicode character")
+    return f"\\x{code:02x}" if code < 0x80 else chr(code)
 
 
 def num_beginnings(params: StructuredOutputsParams) -> int | None:
@@ -76,20 +90,3 @@ def _regex_in_lark(pattern: str) -> str:
 def _literal(text: str) -> str:
     """Return a regular expression that matches exactly this text."""
     return "".join("\\" + char if char in _ESCAPED else char for char in text)
-
-
-def _closed(schema: Any) -> Any:
-    """Return the schema with `additionalProperties: false` where it names properties and does not mention others."""
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = dict(schema)
-    for keyword, value in schema.items():
-        if keyword in _MAPS and isinstance(value, dict):
-            closed[keyword] = {name: _closed(item) for name, item in value.items()}
-        elif keyword in _SCHEMAS:
-            closed[keyword] = _closed(value)
-    if "properties" in schema or "patternProperties" in schema:
-        closed.setdefault("additionalProperties", False)
-    return closed

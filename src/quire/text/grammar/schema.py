@@ -1,0 +1,148 @@
+"""Adaptation of JSON schemas to the grammar library, which otherwise allows some outputs that a schema forbids."""
+
+import math
+import re
+from typing import Any, TypeAlias
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords whose value maps names to schemas."""
+_LITERALS = ("const", "enum")
+_VALUES = (*_LITERALS, "default", "examples")
+"""Keywords whose value is no schema. Values of unknown keywords may contain schemas, to which a `$ref` can refer."""
+_BOUNDS = (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1))
+"""Keywords of inclusive and exclusive bounds, and the sign of the direction inwards."""
+_SMALLEST = 1e-60
+"""Stands for the number next to an exclusive bound of 0. The library cannot read a number with twice as many zeros."""
+_PART_OF_PATTERN = re.compile(
+    r"(\\(?:[pPxuU]\{[^}]*\}|[pP].|x..|u.{4}|U.{8})|\0)"  # outside of brackets, a class or a character by its number
+    r"|\\.|\[\^?\]?|.",
+    re.DOTALL,
+)
+
+_Place: TypeAlias = "tuple[_Place, object] | None"
+
+
+def adapted_schema(schema: Any, *, is_closed: bool, place: _Place = None) -> Any:
+    """Return a schema from which the library makes a grammar without invalid outputs.
+
+    If `is_closed`, it has `additionalProperties: false` where it names properties and does not mention others. Raises
+    ValueError, with the place in the schema, for what the library cannot do, and RecursionError.
+    """
+    if isinstance(schema, list):
+        return [adapted_schema(item, is_closed=is_closed, place=(place, i)) for i, item in enumerate(schema)]
+    if not isinstance(schema, dict):
+        return schema
+    adapted: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        here = (place, keyword)
+        if keyword in _LITERALS:
+            _check_numbers(value, here)
+        if keyword in _VALUES:
+            adapted[keyword] = value
+        elif keyword in _MAPS and isinstance(value, dict):
+            for_name = _without_nul if keyword == "patternProperties" else str
+            adapted[keyword] = {
+                for_name(name): adapted_schema(item, is_closed=is_closed, place=(here, name))
+                for name, item in value.items()
+            }
+        elif keyword == "pattern" and isinstance(value, str):
+            adapted[keyword] = _without_nul(value)
+        else:
+            adapted[keyword] = adapted_schema(value, is_closed=is_closed, place=here)
+    if is_closed and ("properties" in schema or "patternProperties" in schema):
+        adapted.setdefault("additionalProperties", False)
+    _check_num_properties(adapted, place)
+    return adapted | _inner_bounds(adapted, place)
+
+
+def _without_nul(pattern: str) -> str:
+    """Return a regular expression whose classes do not contain U+0000.
+
+    In JSON, the library would allow quotes and backslashes wherever all control characters match.
+    """
+    parts, depth = [], 0
+    for part in _PART_OF_PATTERN.finditer(pattern):
+        is_start, is_end = part[0][0] == "[", part[0] == "]" and depth > 0
+        is_class = depth == 0 and part[1] is not None
+        parts.append("[" * (is_class or (is_start and depth == 0)) + part[0])
+        depth += is_start - is_end
+        if is_class or (is_end and depth == 0):
+            parts.append(r"&&[^\x00]]")
+    return "".join(parts) if depth == 0 else pattern
+
+
+def _check_numbers(value: Any, place: _Place) -> None:
+    """Refuse numbers that the library would change."""
+    values = [value]
+    while values:
+        item = values.pop()
+        if isinstance(item, (list, dict)):
+            values += item.values() if isinstance(item, dict) else item
+        elif isinstance(item, (int, float)):
+            is_long = isinstance(item, int) and abs(item) >= 2**63  # and written with zeros as its last digits
+            if _as_read(item, place) != item or is_long:
+                raise ValueError(f"the number {item} is not supported{_at(place)}: it may be rounded to another one")
+
+
+def _check_num_properties(schema: dict[str, Any], place: _Place) -> None:
+    """Refuse a number of properties that the library could reach by generating the same name twice."""
+    wanted, required = schema.get("minProperties"), schema.get("required")
+    num_named = len(set(map(str, required))) if isinstance(required, list) else 0
+    has_unnamed = schema.get("additionalProperties") is not False or bool(schema.get("patternProperties"))
+    if has_unnamed and isinstance(wanted, (int, float)) and wanted > num_named + 1:
+        raise ValueError(
+            f"minProperties={wanted} is not supported{_at(place)}: give at most {num_named + 1}, which is 1 more than "
+            "the number of required properties, or name all properties and set additionalProperties to false"
+        )
+
+
+def _inner_bounds(schema: dict[str, Any], place: _Place) -> dict[str, float]:
+    """Return those bounds of numbers that the library does not obey, moved inwards to the next double that it obeys."""
+    moved = {}
+    for plain, exclusive, sign in _BOUNDS:
+        for keyword in (plain, exclusive):
+            bound = schema.get(keyword)
+            if isinstance(bound, bool) or not isinstance(bound, (int, float)):
+                continue
+            is_exclusive = keyword == exclusive or schema.get(exclusive) is True  # as in old drafts
+            inner: float = bound
+            while not _is_obeyed(_as_read(inner, (place, keyword)), bound, sign, is_exclusive):
+                moved[keyword] = inner = math.nextafter(inner, sign * math.inf) if inner else sign * _SMALLEST
+    return moved
+
+
+def _is_obeyed(read: float, bound: float, sign: int, is_exclusive: bool) -> bool:
+    """Return whether the library obeys a bound which it reads as `read`.
+
+    It allows an exclusive integer if the other bound is farther from 0 but not as far as the next integer. There are no
+    doubles between integers from 2**52 on; from 2**53 on, the library's arithmetic on bounds of integers is not exact.
+    """
+    if read != bound:
+        return read * sign > bound * sign
+    return not is_exclusive or not read.is_integer() or (abs(read) < 2**53 and (read * sign < 0 or abs(read) >= 2**52))
+
+
+def _as_read(number: float, place: _Place) -> float:
+    """Return the number as the library reads it: as the quotient or product of two doubles if it has an exponent."""
+    try:
+        read = float(number)
+    except OverflowError:
+        read = math.inf
+    if not math.isfinite(read):
+        raise ValueError(f"numbers beyond the range of 64-bit floats are not supported{_at(place)}")
+    if isinstance(number, int):
+        return read
+    mantissa, _, exponent = repr(read).partition("e")
+    whole, _, fraction = mantissa.partition(".")
+    shift = int(exponent or 0) - len(fraction)
+    significand, power = float(whole + fraction), float(f"1e{abs(shift)}")
+    return significand * power if shift > 0 else significand / power
+
+
+def _at(place: _Place) -> str:
+    """Return the place as a JSON pointer."""
+    names: list[str] = []
+    while place is not None:
+        place, name = place
+        names.append(f"/{name}")
+    return f" (at {''.join(reversed(names))})" if names else ""
