@@ -99,6 +99,7 @@ def test_any_bounds_are_obeyed(matcher, lower, width, upper, multiple, is_intege
     [
         ({"const": BEYOND}, f"the number {BEYOND} is not supported (at /const): it may be rounded to another one"),
         ({"properties": {"a": {"items": {"enum": [1, {"b": [-BEYOND]}]}}}}, "(at /properties/a/items/enum)"),
+        ({"enum": [[1e300]]}, "the number 1e+300 is not supported (at /enum)"),
         ({"not": {"const": 2**70}}, f"the number {2**70} is not supported (at /not/const)"),
         ({"anyOf": [{}, {"const": 0.9299999999999999}]}, "(at /anyOf/1/const)"),
         ({"maximum": 10**400}, "numbers beyond the range of 64-bit floats are not supported (at /maximum)"),

@@ -72,16 +72,14 @@ def _without_nul(pattern: str) -> str:
 
 
 def _check_numbers(value: Any, place: _Place) -> None:
-    """Refuse numbers that the library would change."""
+    """Refuse numbers that the library would change. It writes those above 64 bits with zeros as their last digits."""
     values = [value]
     while values:
         item = values.pop()
         if isinstance(item, (list, dict)):
             values += item.values() if isinstance(item, dict) else item
-        elif isinstance(item, (int, float)):
-            is_long = isinstance(item, int) and abs(item) >= 2**63  # and written with zeros as its last digits
-            if _as_read(item, place) != item or is_long:
-                raise ValueError(f"the number {item} is not supported{_at(place)}: it may be rounded to another one")
+        elif isinstance(item, (int, float)) and (abs(item) >= 2**63 or _as_read(item, place) != item):
+            raise ValueError(f"the number {item} is not supported{_at(place)}: it may be rounded to another one")
 
 
 def _check_num_properties(schema: dict[str, Any], place: _Place) -> None:
