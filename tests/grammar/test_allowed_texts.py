@@ -52,6 +52,7 @@ BEYOND = 2**53 + 1
         ({"type": "integer", "exclusiveMinimum": 2**53}, [str(2**53 + 4)], [str(2**53)]),
         ({"type": "integer", "minimum": 0, "exclusiveMaximum": 2**53 + 4}, ["7"], [str(2**53 + 4)]),
         ({"type": "integer", "exclusiveMinimum": 0, "maximum": 2**63 - 1}, ["1"], ["0", str(2**63)]),
+        ({"minimum": 1e-320}, ["0.5"], ["0", "-1"]),
         ({"enum": [2**53, 2**60, 0.1]}, [str(2**53), str(2**60), "0.1"], [str(2**60 + 1)]),
     ],
     ids=str,

@@ -105,7 +105,8 @@ def _inner_bounds(schema: dict[str, Any], place: _Place) -> dict[str, float]:
             is_exclusive = keyword == exclusive or schema.get(exclusive) is True  # as in old drafts
             inner: float = bound
             while not _is_obeyed(_as_read(inner, (place, keyword)), bound, sign, is_exclusive):
-                moved[keyword] = inner = math.nextafter(inner, sign * math.inf) if inner else sign * _SMALLEST
+                is_small = abs(inner) < _SMALLEST
+                moved[keyword] = inner = sign * _SMALLEST if is_small else math.nextafter(inner, sign * math.inf)
     return moved
 
 
