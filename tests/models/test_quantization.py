@@ -1,6 +1,7 @@
 """Models with quantized matrices: near the unquantized ones, the same in any batch, and saved to be mapped."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
 from quire.models.layers.embedding import Embedding
 from quire.models.layers.norm import Norm
+from quire.models.weights import saving
 from quire.models.weights.loader import LayerLoader, assignments, load_model, weight_bytes
 from quire.runner.memory_plan import plan_memory
 
@@ -132,6 +134,26 @@ def test_saving_takes_a_new_folder_and_weights_that_are_not_quantized(saved: Pat
     assert main(["quantize", "quire-draft", str(saved / "config.json" / "below")]) == 2
     assert "config.json/below' cannot be made: Not a directory" in capsys.readouterr().err
     assert sorted(saved.parent.iterdir()) == before
+
+
+@needs_native
+def test_a_folder_that_a_killed_process_left_stops_no_other_of_its_number(tmp_path: Path) -> None:
+    (tmp_path / f".saved.{os.getpid()}").mkdir()
+    assert main(["quantize", "quire-draft", str(tmp_path / "saved")]) == 0
+
+
+@needs_native
+def test_a_folder_that_appears_meanwhile_stays_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(path: Path, tensors: Any) -> None:
+        (tmp_path / "saved" / "mine").mkdir(parents=True)
+
+    monkeypatch.setattr(saving, "_write", write)
+    assert main(["quantize", "quire-draft", str(tmp_path / "saved")]) == 2
+    assert capsys.readouterr().err.endswith("saved' cannot be made: Directory not empty\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["mine"]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -183,14 +184,17 @@ def _write(path: Path, tensors: list[_Saved]) -> None:
 @contextmanager
 def _complete_or_absent(folder: Path) -> Iterator[Path]:
     """A folder beside `folder`, which takes its name if the block ends well, and goes if it does not."""
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
     try:
         partial.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(f"the folder {str(folder)!r} cannot be made: {error.strerror}") from error
     try:
         yield partial
-        partial.rename(folder)
+        try:
+            partial.rename(folder)
+        except OSError as error:
+            raise ConfigError(f"the folder {str(folder)!r} cannot be made: {error.strerror}") from error
     except BaseException:
         shutil.rmtree(partial)
         raise
