@@ -179,11 +179,12 @@ def test_an_array_file_stays_as_it_was_where_a_run_ends_early(run: Embed, calls:
     assert [(path.name, path.read_bytes()) for path in output.parent.iterdir()] == [("vectors.npy", b"before")]
 
 
-@pytest.mark.parametrize("name", ["missing/vectors.npy", "folder.npy", "vectors.txt"])
+@pytest.mark.parametrize("name", ["missing/vectors.npy", "folder.npy", "pipe.npy", "vectors.txt"])
 def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_loaded(
     run: Embed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "folder.npy").mkdir()
+    os.mkfifo(tmp_path / "pipe.npy")
     monkeypatch.setattr(embed, "load_llm", lambda options, one_engine: pytest.fail("the model was loaded"))
     status, _, err = run("--text", "one", "--output", str(tmp_path / name))
     assert (status, err.count("\n")) == (2, 1)

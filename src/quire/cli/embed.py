@@ -153,7 +153,7 @@ def _array_file(name: str) -> Iterator[BinaryIO]:
     """What takes the place of the file `name`, or of the file that a symbolic link `name` points to (`replacement`).
     Raises QuireError if it cannot be created."""
     path = Path(os.path.realpath(name))
-    if path.is_dir() or not name.endswith(".npy"):
+    if (path.exists() and not path.is_file()) or not name.endswith(".npy"):
         raise InvalidPromptError(f"--output {name!r}: must be a file, and the name must end in .npy")
     with ExitStack() as stack:
         try:
