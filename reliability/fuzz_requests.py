@@ -140,7 +140,7 @@ def batch(data: bytes) -> str:
     )
 
     async def results() -> list[Any]:
-        return [await run._result(line, False) for _, line in read_lines(path, run.max_body_bytes)]
+        return [await run._result(line, False) for _, line in read_lines(path, run.max_body_bytes, len(data))]
 
     made = asyncio.run(results())
     for result in made:

@@ -1,18 +1,21 @@
 """`quire run-batch`: files of requests, answered by the endpoints."""
 
 import asyncio
+import errno
+import fcntl
 import json
 import os
 import signal
 import stat
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
 from quire.cli import main
-from quire.common.errors import ConfigError, EngineDeadError
-from quire.server.api.batch_file import BatchRun, PartialFile, read_lines
+from quire.common.errors import ConfigError, EngineDeadError, QuireError
+from quire.server.api.batch_file import BatchError, BatchResult, BatchRun, PartialFile
 from tests.terminal import reading
 
 PATH = "/v1/echo"
@@ -61,13 +64,18 @@ class Batch:
             b"".join((x if isinstance(x, bytes) else json.dumps(x).encode()) + b"\n" for x in lines)
         )
 
-    def run(self, *, resume=False, max_in_flight=4):
-        """Returns how many lines failed and how many were asked."""
+    def open(self, *, resume=False):
+        return PartialFile(self.output, self.source, MAX_BODY, resume=resume)
+
+    def run(self, *, resume=False, max_in_flight=4, meanwhile=None):
+        """Returns how many lines failed, in all runs, and how many were asked; `meanwhile` is called once after one."""
         app, num_asked = self.app, 0
 
         def progress():
             nonlocal num_asked
             num_asked += 1
+            if meanwhile is not None and num_asked == 1:
+                meanwhile()
 
         run = BatchRun(
             app=app,
@@ -76,14 +84,13 @@ class Batch:
             max_in_flight=max_in_flight,
             max_body_bytes=MAX_BODY,
         )
-        num_lines = sum(1 for _ in read_lines(self.source, MAX_BODY))
-        partial = PartialFile(self.output, self.source, num_lines, resume=resume)
+        partial = self.open(resume=resume)
         try:
-            num_failed = asyncio.run(run.run(self.source, partial, progress))
+            asyncio.run(run.run(self.source, partial, progress))
             partial.finish()
         finally:
             partial.close()
-        return num_failed, num_asked
+        return partial.num_failed, num_asked
 
     @property
     def rows(self):
@@ -154,6 +161,14 @@ def test_a_custom_id_that_was_there_already_is_refused_also_after_an_interruptio
     assert [row["error"] and row["error"]["code"] for row in batch.rows] == [None, None, "duplicate_custom_id", None]
 
 
+def test_an_empty_custom_id_is_one_and_a_line_without_an_id_does_not_use_it(batch):
+    batch.write(b"{", line(0) | {"custom_id": ""}, line(1), line(2) | {"custom_id": ""})
+    assert batch.run() == (2, 4)
+    assert [row["error"] and row["error"]["code"] for row in batch.rows] == [
+        "invalid_line", None, None, "duplicate_custom_id",
+    ]  # fmt: skip
+
+
 def test_a_byte_order_mark_is_no_part_of_a_line(batch):
     batch.write(b"\xef\xbb\xbf" + json.dumps(line(0)).encode(), line(1))
     assert batch.run() == (0, 2)
@@ -192,6 +207,87 @@ def test_a_line_cut_off_in_the_partial_file_is_asked_again(batch):
     batch.app = Echo()
     assert batch.run(resume=True) == (0, 2)
     assert [row["response"]["body"]["echo"]["i"] for row in batch.rows] == list(range(4))
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda results: [bytes(200), *results[1:]],
+        lambda results: [bytes(50) + results[0], *results[1:]],
+        lambda results: [results[0][:30] + bytes(30) + results[0][60:], *results[1:]],
+        lambda results: [b"99 " + results[0].partition(b" ")[2], *results[1:]],
+        lambda results: [b"-1 " + results[0].partition(b" ")[2], *results[1:]],
+        lambda results: [*results[1:], bytes(200)],
+    ],
+)
+def test_results_that_a_power_failure_damaged_are_made_again(batch, damaged):
+    batch.write(line(0, status=400), *(line(i) for i in range(1, 4)))
+    batch.app.dies_after = 4
+    with pytest.raises(EngineDeadError):
+        batch.run(max_in_flight=1)
+    head, *results = batch.partial.read_bytes().splitlines()
+    batch.partial.write_bytes(b"\n".join([head, *damaged(results), b""]))
+    batch.app = Echo()
+    assert batch.run(resume=True) == (1, 2)
+    assert [row["response"]["body"]["echo"]["i"] for row in batch.rows] == list(range(4))
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_beside_another_is_refused_and_changes_nothing(batch, resume):
+    batch.write(*(line(i) for i in range(4)))
+
+    def second_run():
+        with pytest.raises(ConfigError, match="another run is writing it"):
+            batch.open(resume=resume)
+
+    assert batch.run(max_in_flight=1, meanwhile=second_run) == (0, 4)
+    assert [row["custom_id"] for row in batch.rows] == [f"line-{i}" for i in range(4)]
+
+
+def test_a_file_that_another_run_deletes_before_it_is_locked_is_not_written(batch, monkeypatch):
+    batch.write(line(0))
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: batch.partial.unlink())
+    with pytest.raises(ConfigError, match="another run is writing it"):
+        batch.open()
+
+
+def test_a_file_system_without_locks_is_written_too(batch, monkeypatch):
+    batch.write(line(0))
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
+    assert batch.run() == (0, 1)
+
+
+def test_what_is_appended_to_the_input_during_the_run_is_not_processed(batch):
+    batch.write(line(0), line(1), line(2))
+
+    def append():
+        with batch.source.open("ab") as file:
+            file.write(json.dumps(line(3)).encode() + b"\n" + b"x" * 200_000)
+
+    batch.app.dies_after = 2
+    with pytest.raises(EngineDeadError):
+        batch.run(max_in_flight=1, meanwhile=append)
+    batch.app = Echo()
+    assert batch.run(resume=True, meanwhile=append) == (0, 2)
+    assert [row["custom_id"] for row in batch.rows] == ["line-0", "line-1", "line-2"]
+
+
+def test_an_input_that_loses_lines_during_the_run_gives_no_output(batch):
+    batch.write(*(line(i, padding="x" * 50_000) for i in range(4)))
+    num_bytes = batch.source.stat().st_size
+    with pytest.raises(QuireError, match="the input was changed during the run: result 3 is missing"):
+        batch.run(max_in_flight=1, meanwhile=lambda: os.truncate(batch.source, num_bytes * 3 // 4))
+    assert not batch.output.exists()
+    with pytest.raises(ConfigError, match="another input"):
+        batch.run(resume=True)
+
+
+def test_a_run_of_wrong_lines_can_be_interrupted(batch):
+    batch.write(*[b"{"] * 400)
+    with pytest.raises(KeyboardInterrupt):
+        batch.run(meanwhile=lambda: signal.raise_signal(signal.SIGINT))
+    num_done = len(batch.partial.read_bytes().splitlines()) - 1
+    assert 1 <= num_done < 400
 
 
 def test_the_output_stays_a_link_and_keeps_its_permissions_and_no_other_file_changes(batch):
@@ -245,17 +341,9 @@ def test_wrong_files_are_refused_before_the_model_is_loaded(batch, change, capsy
 def test_an_interrupted_command_keeps_what_is_done(batch):
     body = {"prompt": "def", "max_tokens": 200, "ignore_eos": True}
     batch.write(*({"custom_id": str(i), "url": "/v1/completions", "body": body} for i in range(400)))
-    files = [
-        "-i",
-        str(batch.source),
-        "-o",
-        str(batch.output),
-        "--num-gpu-blocks-override",
-        "64",
-        "--max-in-flight",
-        "2",
-    ]
-    command = [sys.executable, "-m", "quire", "run-batch", *files, "--max-model-len", "256"]
+    files = ["-i", str(batch.source), "-o", str(batch.output)]
+    limits = ["--num-gpu-blocks-override", "64", "--max-in-flight", "2", "--max-model-len", "256"]
+    command = [sys.executable, "-m", "quire", "run-batch", *files, *limits]
     with reading(is_terminal=True) as (target, written), subprocess.Popen(command, stderr=target) as process:
         written.wait_for(r"[1-9]\d*/400")
         process.send_signal(signal.SIGINT)
@@ -295,3 +383,17 @@ def test_the_command_answers_with_the_model(batch, capsys):
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("quire: 12 lines are done, of which 8 failed: see 'error', or 'response' with")
     assert said.endswith(f" in {batch.output}")
+
+
+def test_a_resumed_command_says_what_failed_before_and_what_was_appended(batch, capsys):
+    batch.write(b"{")
+    partial = batch.open()
+    partial.add(0, BatchResult(id="a", custom_id=None, error=BatchError("invalid_line", "wrong", line=1)))
+    partial.close()
+    batch.source.write_bytes(b"{\n{\n")
+    arguments = ["-i", str(batch.source), "-o", str(batch.output), "--num-gpu-blocks-override", "64"]
+    assert main(["run-batch", *arguments, "--max-model-len", "256", "--resume"]) == 1
+    appended, failed = capsys.readouterr().err.splitlines()
+    assert appended == f"quire: what was appended to {batch.source} after the run began was not processed"
+    assert failed.startswith("quire: 1 lines are done, of which 1 failed: see 'error', or 'response' with")
+    assert len(batch.rows) == 1

@@ -3,7 +3,7 @@
 Each line of the input is an object with `custom_id`, `method`, `url` and `body`. Each line of the output, in the same
 order, has the `custom_id` and the `response` or an `error`. The output file is created when all lines are done; until
 then the results are in OUTPUT.partial, and --resume continues an interrupted run from there. The exit status is 1 if
-some lines failed.
+some lines failed. Lines that are appended to the input after the run began are not processed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ async def _run(options: argparse.Namespace) -> int:
     from quire.common.progress import progress
     from quire.config.args import EngineArgs
     from quire.interfaces.async_llm.async_llm import AsyncLLM
-    from quire.server.api.batch_file import PartialFile, read_lines
+    from quire.server.api.batch_file import PartialFile
     from quire.server.config import ServerArgs
 
     args = ServerArgs(
@@ -66,14 +66,13 @@ async def _run(options: argparse.Namespace) -> int:
         reasoning_parser=options.reasoning_parser,
     )
     source: Path = options.input_file
-    num_lines = sum(1 for _ in read_lines(source, args.max_body))
-    partial = PartialFile(options.output_file, source, num_lines, resume=options.resume)
-    num_before = partial.num_done
+    partial = PartialFile(options.output_file, source, args.max_body, resume=options.resume)
+    num_lines = partial.num_lines
     try:
         llm = await AsyncLLM.from_args(EngineArgs(**engine_kwargs(options)), holds=True)
         try:
-            with progress("Lines", num_lines, "line", initial=num_before, at_once=True) as advance:
-                num_failed = await _batch_run(llm, args, options).run(source, partial, advance)
+            with progress("Lines", num_lines, "line", initial=partial.num_done, at_once=True) as advance:
+                await _batch_run(llm, args, options).run(source, partial, advance)
         finally:
             await llm.shutdown()
         partial.finish()
@@ -82,13 +81,15 @@ async def _run(options: argparse.Namespace) -> int:
         raise
     finally:
         partial.close()
-    if num_failed:
+    if source.exists() and source.stat().st_size > partial.num_bytes:
+        print(f"quire: what was appended to {source} after the run began was not processed", file=sys.stderr)
+    if partial.num_failed:
         print(
-            f"quire: {num_lines - num_before} lines are done, of which {num_failed} failed: see 'error', or 'response' "
+            f"quire: {num_lines} lines are done, of which {partial.num_failed} failed: see 'error', or 'response' "
             f"with a status_code of 400 or more, in {options.output_file}",
             file=sys.stderr,
         )
-    return _EXIT_SOME_FAILED if num_failed else 0
+    return _EXIT_SOME_FAILED if partial.num_failed else 0
 
 
 def _batch_run(llm: AsyncLLM, args: ServerArgs, options: argparse.Namespace) -> BatchRun:

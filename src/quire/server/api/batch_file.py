@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import fcntl
 import hashlib
 import os
+import re
 import secrets
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,6 +32,7 @@ from quire.server.http.bodies import json_fault
 MAX_FRAME_BYTES = 64 * 1024
 """Maximum size of a line, not counting its body."""
 _STREAMS_BY_DEFAULT = ("/api/chat", "/api/generate")
+_READ_BYTES = 1024**2
 
 
 class BatchRequest(msgspec.Struct):
@@ -66,6 +69,11 @@ class BatchResult(msgspec.Struct, kw_only=True):
     response: BatchResponse | None = None
     error: BatchError | None = None
 
+    @property
+    def is_answer(self) -> bool:
+        """Whether the line succeeded."""
+        return self.response is not None and self.response.status_code < 400
+
 
 class _CustomId(msgspec.Struct):
     custom_id: str | None = None
@@ -76,13 +84,20 @@ class _Body(msgspec.Struct):
     background: Any = None
 
 
-def read_lines(source: Path, max_body_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-    """The number of each line that is not blank, from 1 on, and the line; None for a line that is too long."""
+def read_lines(source: Path, max_body_bytes: int, num_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+    """The number of each line that is not blank, from 1 on, and the line; None for a line that is too long.
+
+    Only the first `num_bytes` of the file are read.
+    """
     limit = max_body_bytes + MAX_FRAME_BYTES
     with source.open("rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(limit), b""), 1):
+
+        def read() -> bytes:
+            return file.readline(min(limit, num_bytes - file.tell()))
+
+        for number, line in enumerate(iter(read, b""), 1):
             if len(line) == limit and not line.endswith(b"\n"):
-                while (rest := file.readline(limit)) and not rest.endswith(b"\n"):
+                while (rest := read()) and not rest.endswith(b"\n"):
                     pass
                 yield number, None
             elif line.strip():
@@ -102,26 +117,25 @@ class BatchRun:
     """Lines that are processed at the same time."""
     max_body_bytes: int
 
-    async def run(self, source: Path, partial: PartialFile, progress: Callable[[], object]) -> int:
-        """Process the lines without a result; `progress` is called after each. Returns the number of lines that failed.
+    async def run(self, source: Path, partial: PartialFile, progress: Callable[[], object]) -> None:
+        """Process the lines without a result; `progress` is called after each.
 
         Raises EngineDeadError if the engine ends, QuireError if an answer cannot be kept; the lines without an answer
         are then left for another run.
         """
-        lines = (row for row in _numbered(read_lines(source, self.max_body_bytes)) if not partial.has(row[0]))
-        num_failed = 0
+        lines = _numbered(read_lines(source, self.max_body_bytes, partial.num_bytes))
 
         async def work() -> None:
-            nonlocal num_failed
             for index, number, line, is_duplicate in lines:
+                await asyncio.sleep(0)  # Ctrl-C is noticed here, even if no line needs an answer
+                if partial.has(index):
+                    continue
                 result = await self._result(line, is_duplicate)
                 if result.error is not None:
                     result.error.line = number
-                is_answer = result.response is not None and result.response.status_code < 400
-                if not is_answer and not self.is_running():
+                if not result.is_answer and not self.is_running():
                     raise EngineDeadError("the engine process has ended")
-                num_failed += not is_answer
-                partial.add(index, msgspec.json.encode(result))
+                partial.add(index, result)
                 progress()
 
         try:
@@ -130,7 +144,6 @@ class BatchRun:
                     group.create_task(work())
         except* QuireError as errors:
             raise errors.exceptions[0] from None
-        return num_failed
 
     async def _result(self, line: bytes | None, is_duplicate: bool) -> BatchResult:
         result = BatchResult(id=f"batch_req_{secrets.token_hex(12)}", custom_id=None)
@@ -179,11 +192,11 @@ class BatchRun:
 
 def _numbered(lines: Iterable[tuple[int, bytes | None]]) -> Iterator[tuple[int, int, bytes | None, bool]]:
     """The index of each line, its number in the file, and whether an earlier one has the same custom_id."""
-    seen: set[bytes] = set()
+    seen: set[bytes | None] = set()
     for i, (number, line) in enumerate(lines):
         custom_id = _custom_id(line)
-        key = hashlib.blake2b((custom_id or "").encode(), digest_size=16).digest()
-        yield i, number, line, custom_id is not None and key in seen
+        key = None if custom_id is None else hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
+        yield i, number, line, key is not None and key in seen
         seen.add(key)
 
 
@@ -223,58 +236,101 @@ async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, Mapping[str, 
 
 
 class PartialFile:
-    """Results in the order of completion, each after its line's index; the first line is the digest of the input."""
+    """Results in the order of completion, each after its line's index.
 
-    def __init__(self, output: Path, source: Path, num_lines: int, *, resume: bool) -> None:
+    The first line is the digest and the size of the input. The file is locked until `close`: only one run writes it.
+    """
+
+    def __init__(self, output: Path, source: Path, max_body_bytes: int, *, resume: bool) -> None:
         """Create the file, or with `resume` continue an existing one. Raises ConfigError."""
         self._output = Path(os.path.realpath(output))  # a symbolic link stays, and what it points to is written
         self.path = self._output.with_name(self._output.name + ".partial")
-        self._offsets = array("Q", bytes(8 * num_lines))
-        """Offset of each result in the file; 0 if there is none."""
-        with source.open("rb") as file:
-            head = hashlib.file_digest(file, "sha256").hexdigest().encode() + b"\n"
+        self.num_failed = 0
+        """Number of results that are not answers."""
         try:
-            self._file: BinaryIO = self.path.open("r+b" if resume and self.path.exists() else "x+b", buffering=0)
+            self._file: BinaryIO = self.path.open("a+b", buffering=0)
             keep_permissions(self._output, self._file)
-        except FileExistsError:
-            raise ConfigError(
-                f"{self.path} belongs to a run that was interrupted: continue with --resume, or delete it"
-            ) from None
         except OSError as error:
             raise ConfigError(f"the output cannot be written: {error}") from error
-        self._size = self._file.seek(0, os.SEEK_END)
-        if self._size == 0:
-            self._write(head)
-        else:
-            self._find_answers(head)
+        try:
+            self._lock()
+            self._begin(source, max_body_bytes, resume)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_lines(self) -> int:
+        """Number of lines of the input."""
+        return len(self._offsets)
 
     @property
     def num_done(self) -> int:
         """Number of lines that have a result."""
-        return len(self._offsets) - self._offsets.count(0)
+        return self.num_lines - self._offsets.count(0)
 
     def has(self, index: int) -> bool:
         """Whether the line with this index has a result."""
         return self._offsets[index] != 0
 
-    def add(self, index: int, result: bytes) -> None:
+    def add(self, index: int, result: BatchResult) -> None:
         """Write the result of a line; the operating system has it when this returns."""
         offset = self._size
-        self._write(b"%d %b\n" % (index, result))
+        self._write(b"%d %b\n" % (index, msgspec.json.encode(result)))
         self._offsets[index] = offset
+        self.num_failed += not result.is_answer
 
     def finish(self) -> None:
-        """Write the whole output file atomically and delete the partial file."""
-        with self._writing(), replacement(self._output) as file, self.path.open("rb") as answers:
-            for offset in self._offsets:
-                answers.seek(offset)
-                fault_write("batch.write", file.write, answers.readline().partition(b" ")[2])
+        """Write the whole output file atomically and delete the partial file. Raises QuireError."""
+        with self._writing(), replacement(self._output) as file, self._reading() as results:
+            for i, offset in enumerate(self._offsets):
+                results.seek(offset)
+                index, _, result = results.readline().partition(b" ")
+                if index != b"%d" % i:
+                    raise QuireError(f"{self.path} or the input was changed during the run: result {i} is missing")
+                fault_write("batch.write", file.write, result)
+        self.path.unlink(missing_ok=True)  # before the lock ends: a run that waits for it must not find the file
         self.close()
-        self.path.unlink()
 
     def close(self) -> None:
         """Close the file and keep it for a later run."""
         self._file.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_own = os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_own = False  # another run is writing it, or has just ended and deleted it
+        except OSError:
+            return  # a file system without locks
+        if not is_own:
+            raise ConfigError(f"{self.path} cannot be used now: another run is writing it")
+
+    def _begin(self, source: Path, max_body_bytes: int, resume: bool) -> None:
+        with self._reading() as file:
+            head = file.readline()
+        if head and not resume:
+            raise ConfigError(f"{self.path} belongs to an interrupted run: continue with --resume, or delete it")
+        found = re.fullmatch(rb"\w+ (\d{1,18})\n", head)
+        self.num_bytes = int(found[1]) if found else source.stat().st_size
+        """Size of the input when the run began. Lines that are appended later are not part of the run."""
+        expected = _head(source, self.num_bytes)
+        if head not in (b"", expected):
+            raise ConfigError(f"{self.path} belongs to another input file: delete it, or use that file")
+        num_lines = sum(1 for _ in read_lines(source, max_body_bytes, self.num_bytes))
+        self._offsets = array("Q", bytes(8 * num_lines))
+        """Offset of each result in the file; 0 if there is none."""
+        self._size = 0
+        if head:
+            self._find_results()
+        else:
+            self._write(expected)
+
+    def _reading(self) -> BinaryIO:
+        """The file from its beginning on, also if it is no longer at its path."""
+        self._file.seek(0)
+        return open(self._file.fileno(), "rb", closefd=False)
 
     def _write(self, data: bytes) -> None:
         """Write all of it, or undo the write, because further lines may follow."""
@@ -285,7 +341,6 @@ class PartialFile:
                     left = left[fault_write("batch.write", self._file.write, left) :]
             except OSError:
                 self._file.truncate(self._size)
-                self._file.seek(self._size)
                 raise
         self._size += len(data)
 
@@ -298,15 +353,27 @@ class PartialFile:
                 f"the responses cannot be written: {error}; free disk space and continue with --resume"
             ) from error
 
-    def _find_answers(self, head: bytes) -> None:
-        """Read the existing results; an incomplete last line is removed."""
-        with self.path.open("rb") as file:
-            if file.readline() != head:
-                self.close()
-                raise ConfigError(f"{self.path} belongs to another input file: delete it, or use that file")
-            self._size = file.tell()
+    def _find_results(self) -> None:
+        """Find the existing results. An incomplete last line is removed; lines that a power failure damaged stay, and
+        what they answered is processed again."""
+        with self._reading() as file:
+            self._size = len(file.readline())
             while (line := file.readline()).endswith(b"\n"):
-                self._offsets[int(line.partition(b" ")[0])] = self._size
+                head, _, rest = line.partition(b" ")
+                with suppress(ValueError, RecursionError):
+                    index, result = int(head), msgspec.json.decode(rest, type=BatchResult)
+                    if index in range(self.num_lines) and not self.has(index):
+                        self._offsets[index] = self._size
+                        self.num_failed += not result.is_answer
                 self._size += len(line)
         self._file.truncate(self._size)
-        self._file.seek(self._size)
+
+
+def _head(source: Path, num_bytes: int) -> bytes:
+    """The first line of a partial file: the digest of the input's first `num_bytes`, and their number."""
+    digest, left = hashlib.sha256(), num_bytes
+    with source.open("rb") as file:
+        while piece := file.read(min(left, _READ_BYTES)):
+            digest.update(piece)
+            left -= len(piece)
+    return b"%b %d\n" % (digest.hexdigest().encode(), num_bytes)
