@@ -232,6 +232,15 @@ def test_tensors_that_do_not_fit_are_named(
         load_model(ModelConfig.resolve(path.parent))
 
 
+def test_an_order_that_the_config_states_must_be_there(save_checkpoint: Any, tmp_path: Path) -> None:
+    folder, _ = save_checkpoint("LlamaForCausalLM", **SMALL)
+    path = quantized(folder, tmp_path / "q", GPTQ | {"desc_act": True}) / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(path).items() if not name.endswith("g_idx")}
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"14 weight\(s\) missing: layers\.0\.self_attn\.q_proj\.g_idx"):
+        load_model(ModelConfig.resolve(path.parent))
+
+
 def test_projections_that_share_their_inputs_share_an_order(save_checkpoint: Any, tmp_path: Path) -> None:
     folder, _ = save_checkpoint("LlamaForCausalLM", **SMALL)
     path = quantized(folder, tmp_path / "q", GPTQ) / "model.safetensors"

@@ -155,7 +155,8 @@ def _gptq_awq(section: HFConfig) -> _Find:
     def find(name: str, tensors: _Tensors) -> StoredWeight:
         if "qweight" not in tensors:
             return Plain()
-        return PackedIntegers(quantization.scheme_of(name), _scale_dtype(tensors, "scales"), "g_idx" in tensors)
+        scheme = quantization.scheme_of(name)
+        return PackedIntegers(scheme, _scale_dtype(tensors, "scales"), scheme.is_reordered or "g_idx" in tensors)
 
     return find
 

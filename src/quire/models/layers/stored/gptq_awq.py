@@ -40,9 +40,8 @@ class PackedIntegers(StoredIntegers):
 
     def layout(self, k: int) -> Layout:
         scheme = self.scheme
-        is_reordered = scheme.is_reordered and self.has_order
         scale_range = scheme.group_size or -(-k // 32) * 32
-        return Layout(scheme.bits, scale_range, self.scale_dtype, not scheme.is_symmetric, is_reordered)
+        return Layout(scheme.bits, scale_range, self.scale_dtype, not scheme.is_symmetric, scheme.is_reordered)
 
     def numbers(self, tensors: Mapping[str, Tensor], n: int, k: int) -> Numbers:
         scheme = self.scheme
