@@ -30,6 +30,8 @@ def test_the_checkpoint_that_the_others_break_is_good(folder: Path, paged_run: C
     assert torch.isfinite(logits).all()
 
 
+LONG = "x" * 100_000
+
 # --- the folder
 
 
@@ -126,6 +128,21 @@ def test_invalid_sizes(folder: Path, key: str, value: Any) -> None:
         ({"head_dim": 65538}, "not 65538: head_dim is 65538, .*, and at most 65536 dimensions are supported"),
         ({"head_dim": 10**9}, "not 1000000000: head_dim is 1000000000, .*, and at most 65536 dimensions"),
         ({"partial_rotary_factor": 1.5}, "not 6: head_dim is 4, partial_rotary_factor is 1.5"),
+        ({"partial_rotary_factor": 1e308}, r"head_dim is 4, partial_rotary_factor is 1e\+308"),
+        *[
+            (
+                {"rope_parameters": {"rope_type": kind, "factor": factor}},
+                r"32 positions times a factor of 1e\+308 are too",
+            )
+            for kind, factor in (("yarn", 1e308), ("dynamic", 1e308), ("yarn", 10**308))
+        ],
+        *[({key: LONG}, f"'{key}' is 'x{{80}}', ") for key in ("hidden_act", "dtype")],
+        ({"layer_types": [LONG]}, r"layer_types \['x{80}'\]: supported"),
+        ({"rope_parameters": {"rope_type": LONG}}, "rope_type is 'x{80}', supported"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0, "x": LONG}},
+            "make no sense: .*x$",
+        ),
         ({"hidden_act": "sine"}, "'hidden_act' is 'sine', supported"),
         ({"rope_scaling": {"type": "spiral"}}, "rope_type is 'spiral', supported"),
         ({"rope_scaling": {"type": "linear"}}, "no 'factor'"),
@@ -156,8 +173,9 @@ def test_invalid_sizes(folder: Path, key: str, value: Any) -> None:
 )
 def test_config_that_makes_no_sense(folder: Path, fields: dict[str, Any], message: str) -> None:
     write(folder, FIELDS | fields, weights())
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as caught:
         load(folder)
+    assert len(str(caught.value)) < 1_000
 
 
 def test_a_quantization_is_known_and_said_once(folder: Path) -> None:

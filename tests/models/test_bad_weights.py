@@ -1,6 +1,7 @@
 """Weights that do not fit the config, missing shards, false headers: each a clear error. Correct files are read."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,16 @@ def test_of_many_wrong_weights_some_are_named(folder: Path) -> None:
     assert len(str(caught.value)) < 1000
 
 
+@pytest.mark.parametrize("others", [{}, {"{name}": torch.ones(8)}], ids=["unexpected", "twice"])
+def test_names_of_weights_are_cut_and_have_no_control_characters(folder: Path, others: dict[str, torch.Tensor]) -> None:
+    name = "a\x1b[2J" + "x" * 100_000
+    extra = {each.format(name=name): tensor for each, tensor in others.items()}
+    write(folder, FIELDS, weights() | {f"model.{name}": torch.zeros(8)} | extra)
+    with pytest.raises(CheckpointError, match=r"model\.a\\x1b\[2Jxxx") as caught:
+        load(folder)
+    assert len(str(caught.value)) < 1_000
+
+
 def test_weight_of_unreadable_dtype(folder: Path) -> None:
     write(folder, FIELDS, weights() | {"model.norm.weight": torch.zeros(8, dtype=torch.int64)})
     with pytest.raises(CheckpointError, match=r"1 weight\(s\) of a wrong dtype: model\.norm\.weight int64"):
@@ -62,9 +73,10 @@ def test_second_copy_of_a_tied_head_must_be_the_same(folder: Path) -> None:
     tensors = weights()
     write(folder, FIELDS, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
     load(folder)
-    write(folder, FIELDS, tensors | {"lm_head.weight": torch.zeros(16, 8)})
-    with pytest.raises(CheckpointError, match="tie_word_embeddings"):
-        load(folder)
+    for dtype in (torch.float32, torch.float8_e4m3fn, torch.float8_e5m2):
+        write(folder, FIELDS, tensors | {"lm_head.weight": torch.zeros(16, 8).to(dtype)})
+        with pytest.raises(CheckpointError, match="tie_word_embeddings"):
+            load(folder)
 
 
 def test_same_weight_under_two_names(folder: Path) -> None:
@@ -88,17 +100,30 @@ def test_index_that_leads_out_of_the_folder(folder: Path, file: Any) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("name", ["model-00002-of-00002", "x" * 300, "\0", "\ud800"])
-def test_missing_shard_is_named(folder: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("model-00002-of-00002", "model-00002-of-00002.safetensors"), ("x" * 300, "x" * 200), ("\0", r"\x00.safetensors"),
+     ("\ud800", r"\ud800.safetensors")],
+)  # fmt: skip
+def test_missing_shard_is_named(folder: Path, name: str, shown: str) -> None:
     write_index(folder, {"model.norm.weight": f"{name}.safetensors"})
-    with pytest.raises(CheckpointError, match=f"lacks the weight file {name}"):
+    with pytest.raises(CheckpointError, match=rf"lacks the weight file {re.escape(shown)}, which"):
         load(folder)
 
 
 def test_tensor_that_its_shard_lacks_is_named(folder: Path) -> None:
     write_index(folder, dict.fromkeys([*SHAPES, "model.gone.weight"], "model-00001-of-00001.safetensors"))
-    with pytest.raises(CheckpointError, match=r"lacks tensors.*model\.gone\.weight"):
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensor\(s\) that .* to it: model\.gone\.weight$"):
         load(folder)
+
+
+def test_of_many_tensors_that_a_shard_lacks_some_are_named(folder: Path) -> None:
+    write_index(folder, {f"{number}\x1b[2J" + "x" * 999: "model-00001-of-00001.safetensors" for number in range(999)})
+    with pytest.raises(
+        CheckpointError, match=r"lacks 999 tensor\(s\) that .* to it: 0\\x1b\[2Jx+, 1.* and others$"
+    ) as caught:
+        load(folder)
+    assert len(str(caught.value)) < 6_000
 
 
 def test_only_the_tensors_that_the_index_names_are_taken(folder: Path) -> None:

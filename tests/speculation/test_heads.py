@@ -233,6 +233,14 @@ WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda folder: write(folder, heads.eagle(), {}, architectures=["EagleNoneForCausalLM"]),
         "draft head of the architecture 'EagleNoneForCausalLM' is not supported",
     ),
+    "layers without rotary embedding": (
+        lambda folder: write(folder, heads.eagle3(), heads.EAGLE3_NAMES, architectures=["GPT2LMHeadModelEagle3"]),
+        "layers of GPT2LMHeadModel are no EAGLE-3 layers",
+    ),
+    "a share of the dimensions that is too large": (
+        lambda folder: write(folder, heads.eagle(), heads.EAGLE_NAMES, partial_rotary_factor=1e308),
+        r"partial_rotary_factor is 1e\+308",
+    ),
     "a missing matrix": (
         lambda folder: eagle3_without(folder, "layers.0.mlp.up_proj.weight"),
         "missing: layers.0.mlp.up_proj.weight",

@@ -11,7 +11,8 @@ from quire.common.errors import CheckpointError
 
 _REQUIRED: Any = object()
 _MAX_JSON_BYTES = 16 * 1024**2
-_MAX_SIZE = 2**31 - 1
+MAX_SIZE = 2**31 - 1
+"""The largest count or length in a config."""
 
 
 class HFConfig(Mapping[str, Any]):
@@ -52,8 +53,8 @@ class HFConfig(Mapping[str, Any]):
     def size(self, key: str, default: int = _REQUIRED) -> int:
         """A count or length: an integer of at least 1."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_SIZE:
-            raise self._wrong(key, value, f"an integer from 1 to {_MAX_SIZE}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
+            raise self._wrong(key, value, f"an integer from 1 to {MAX_SIZE}")
         return value
 
     def number(self, key: str, default: float = _REQUIRED) -> float:

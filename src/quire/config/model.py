@@ -16,7 +16,7 @@ from quire.config.checkpoint.library import implementation
 from quire.config.checkpoint.location import CONFIG_FILE, EMBEDDED_CHECKPOINTS, Location
 from quire.config.checkpoint.runners import find_runner
 from quire.config.checkpoint.sentence_transformers import read_sentence_config
-from quire.config.hf_config import HFConfig, read_json_object
+from quire.config.hf_config import MAX_SIZE, HFConfig, read_json_object
 from quire.config.parallel import Range
 from quire.config.quantization import QUANT_METHOD, WEIGHTS_FROM_FILE, check_quantization, read_quantization
 
@@ -247,7 +247,12 @@ def _max_context_len(hf: HFConfig, max_positions: int) -> int:
     rope = rope_config(hf)
     lengths = {"dynamic": max_positions, "yarn": rope.size("original_max_position_embeddings")}
     original = lengths.get(rope.text("rope_type"))
-    return max_positions if original is None else max(max_positions, int(rope.number("factor", 1.0) * original))
+    if original is None:
+        return max_positions
+    factor = rope.number("factor", 1.0)
+    if factor * original > MAX_SIZE:
+        raise CheckpointError(f"{rope.source}: {original} positions times a factor of {factor:g} are too many")
+    return max(max_positions, int(factor * original))
 
 
 def _checkpoint_dtype(hf: HFConfig, path: Path) -> str:
@@ -258,7 +263,7 @@ def _checkpoint_dtype(hf: HFConfig, path: Path) -> str:
         tensors = format.open(path).tensors.values() if format else ()
         stated = next((_STORED_DTYPES[t.dtype] for t in tensors if t.dtype in _STORED_DTYPES), "float32")
     if stated not in ("float32", "bfloat16", "float16"):
-        raise CheckpointError(f"{hf.source}: 'dtype' is {stated!r}, but must be float32, bfloat16 or float16")
+        raise CheckpointError(f"{hf.source}: 'dtype' is {stated[:80]!r}, but must be float32, bfloat16 or float16")
     return stated
 
 

@@ -74,8 +74,8 @@ def _check_layer_types(types: Any, source: str) -> None:
         return
     if not isinstance(types, list):
         raise CheckpointError(f"{source}: 'layer_types' is {str(types)[:80]!r}, but must be a list of types of layers")
-    if unknown := {str(name) for name in types if name not in LAYER_TYPES}:
-        raise UnsupportedModelError(f"{source}: layer_types {sorted(unknown)}: supported are " + ", ".join(LAYER_TYPES))
+    if unknown := sorted({str(name)[:80] for name in types if name not in LAYER_TYPES}):
+        raise UnsupportedModelError(f"{source}: layer_types {unknown[:3]}: supported are " + ", ".join(LAYER_TYPES))
 
 
 def stated_values(hf: HFConfig) -> dict[str, Any]:

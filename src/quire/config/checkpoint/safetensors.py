@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from quire.common.errors import CheckpointError
-from quire.config.checkpoint.tensors import MappedCheckpoint, MappedTensor
+from quire.config.checkpoint.tensors import MappedCheckpoint, MappedTensor, named
 from quire.config.hf_config import read_json_object
 
 SINGLE_FILE = "model.safetensors"
@@ -35,7 +35,9 @@ def open_safetensors(folder: Path) -> MappedCheckpoint:
         header = read_header(path)
         missing = sorted(set(names or ()) - header.keys())
         if missing:
-            raise CheckpointError(f"{path} lacks tensors that {INDEX_FILE} assigns to it: {', '.join(missing)}")
+            raise CheckpointError(
+                f"{path} lacks {len(missing)} tensor(s) that {INDEX_FILE} assigns to it: {named(missing)}"
+            )
         tensors |= header if names is None else {name: header[name] for name in names}
     return MappedCheckpoint(tensors)
 
@@ -143,13 +145,15 @@ def _indexed_files(folder: Path, index: Path) -> Mapping[Path, list[str] | None]
     by_file: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or file != Path(file).name or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{index} places {name!r} in {file!r}: must be a safetensors file of the same folder")
+            raise CheckpointError(
+                f"{index} places {name[:80]!r} in {str(file)[:80]!r}: must be a safetensors file of the same folder"
+            )
         by_file.setdefault(file, []).append(name)
     present = {path.name for path in folder.glob("*.safetensors") if path.is_file()}
     for file, names in by_file.items():
         if file not in present:
             raise CheckpointError(
-                f"{folder} lacks the weight file {file}, which {INDEX_FILE} names (download it again)"
+                f"{folder} lacks the weight file {named([file])}, which {INDEX_FILE} names (download it again)"
             )
         files[folder / file] = names
     return files

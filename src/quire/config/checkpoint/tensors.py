@@ -2,7 +2,7 @@
 
 import mmap
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +13,13 @@ from quire.config.machine import machine_memory
 
 _FLAGS = mmap.MAP_PRIVATE | (0x4000 if sys.platform == "linux" else 0)
 """MAP_NORESERVE, which Python 3.11 does not name: nothing writes to the pages, so files may be larger than memory."""
+_MAX_NAMED = 20
+
+
+def named(names: Sequence[str]) -> str:
+    """Names from a file, as an error message lists them: some of them, cut, and without control characters."""
+    shown = ", ".join(ascii(name[:200])[1:-1] for name in names[:_MAX_NAMED])
+    return shown + " and others" * (len(names) > _MAX_NAMED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,9 +133,11 @@ class FusedHead(DraftHead):
     def _layer_shapes(cls, config: ModelConfig, head: HeadConfig) -> tuple[LayerShape, ...]:
         hf = config.hf_config
         first, *others = [cls.layer_shape(hf, layer) for layer in range(hf.size("num_hidden_layers"))]
-        if not isinstance(first.attention, AttentionShape) or first.arrangement is not Arrangement.PRE_NORM:
+        attention = first.attention
+        fits = first.arrangement is Arrangement.PRE_NORM
+        if not isinstance(attention, AttentionShape) or attention.rope is None or not fits:
             raise UnsupportedModelError(f"{hf.source}: layers of {config.architecture} are no EAGLE-3 layers")
-        return replace(first, attention=replace(first.attention, input_width=2 * hf.size("hidden_size"))), *others
+        return replace(first, attention=replace(attention, input_width=2 * hf.size("hidden_size"))), *others
 
     def _make_layer(self, config: ModelConfig, layer: LayerShape, shape: DecoderShape, has_x: bool) -> DecoderLayer:
         if len(self.layers):

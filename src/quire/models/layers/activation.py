@@ -30,7 +30,8 @@ def activation_kind(hf: HFConfig, key: str, default: str) -> str:
     """The kernels' name of the activation that config key `key` asks for."""
     name = hf.text(key, default)
     if name not in ACTIVATION_KINDS:
-        raise UnsupportedModelError(f"{hf.source}: {key!r} is {name!r}, supported are {', '.join(ACTIVATION_KINDS)}")
+        known = ", ".join(ACTIVATION_KINDS)
+        raise UnsupportedModelError(f"{hf.source}: {key!r} is {name[:80]!r}, supported are {known}")
     return ACTIVATION_KINDS[name]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.common.errors import CheckpointError, UnsupportedModelError
-from quire.config.hf_config import HFConfig
+from quire.config.hf_config import MAX_SIZE, HFConfig
 from quire.config.model import ModelConfig
 
 _MAX_DIM = 65536
@@ -47,7 +47,7 @@ class RopeShape:
         more than a head has, or for more than _MAX_DIM, and UnsupportedModelError for queries that are scaled but
         rotated in part."""
         share = parameters.number("partial_rotary_factor")
-        rotary_dim = int(head_dim * share) if rotary_dim is None else rotary_dim
+        rotary_dim = int(min(head_dim * share, MAX_SIZE)) if rotary_dim is None else rotary_dim
         if rotary_dim % 2 or not 0 < rotary_dim <= min(head_dim, _MAX_DIM):
             raise CheckpointError(
                 f"{parameters.source}: rotary embedding needs an even number of dimensions, not {rotary_dim}: head_dim "
@@ -117,11 +117,12 @@ def rotary_table(config: ModelConfig, shape: RopeShape) -> Tensor:
     rope = shape.parameters
     rope_type = rope.text("rope_type")
     if rope_type not in _SCALINGS:
-        raise UnsupportedModelError(f"{rope.source}: rope_type is {rope_type!r}, supported are {', '.join(_SCALINGS)}")
+        known = ", ".join(_SCALINGS)
+        raise UnsupportedModelError(f"{rope.source}: rope_type is {rope_type[:80]!r}, supported are {known}")
     try:
         inv_freq, attention_factor = _SCALINGS[rope_type](config, rope, shape.rotary_dim)
     except (ArithmeticError, ValueError) as error:  # a base of 1, a length of 1, ...
-        raise CheckpointError(f"{rope.source}: these rope parameters make no sense: {dict(rope)}") from error
+        raise CheckpointError(f"{rope.source}: these rope parameters make no sense: {str(dict(rope))[:300]}") from error
     angles = torch.arange(config.max_model_len, dtype=torch.float32)[:, None] * inv_freq  # [max_model_len, dim / 2]
     if shape.is_backward:
         angles = -angles

@@ -16,7 +16,7 @@ from quire.common.faults import fault_point
 from quire.common.log import logger
 from quire.common.progress import progress
 from quire.config.checkpoint.formats import open_checkpoint, with_folders
-from quire.config.checkpoint.tensors import Checkpoint
+from quire.config.checkpoint.tensors import Checkpoint, named
 from quire.config.machine import allowed_cpus
 from quire.config.model import ModelConfig
 from quire.config.quantization import QUANT_METHOD, QUANTIZATIONS
@@ -30,8 +30,6 @@ from quire.models.weights.quantization import choose_formats
 from quire.models.weights.reading import reading_limit
 from quire.models.weights.stacked import MODULE_STACKS, UnstackedCheckpoint
 
-_MAX_NAMED = 20
-"""Weights that an error message names."""
 _ALIGNMENT = 64
 
 
@@ -189,7 +187,7 @@ def names_in_checkpoint(model: Model, config: ModelConfig, checkpoint: Checkpoin
     for theirs in checkpoint.tensors:
         ours = model.weight_name(theirs)
         if ours in names:
-            raise CheckpointError(f"{config.path}: {names[ours]!r} and {theirs!r} are the same weight {ours!r}")
+            raise CheckpointError(f"{config.path}: {named([names[ours], theirs])} are the same weight {named([ours])}")
         if ours is not None and ours not in copies:
             names[ours] = theirs
     return names
@@ -290,7 +288,7 @@ def _check(config: ModelConfig, checkpoint: Checkpoint, names: dict[str, str], a
             if source in stored and not _can_become(stored[source].dtype, dtype)
         ],
     }
-    found = [f"{len(these)} weight(s) {what}: {_named(these)}" for what, these in problems.items() if these]
+    found = [f"{len(these)} weight(s) {what}: {named(these)}" for what, these in problems.items() if these]
     if found:
         raise CheckpointError(
             f"{config.path} does not hold a {config.architecture} of its config.json: {'; '.join(found)}"
@@ -305,17 +303,13 @@ def _can_become(stored: str, wanted: torch.dtype) -> bool:
     return dtype is wanted or {dtype, wanted} <= _CONVERTIBLE
 
 
-def _named(these: list[str]) -> str:
-    return ", ".join(these[:_MAX_NAMED]) + (" and others" if len(these) > _MAX_NAMED else "")
-
-
 def _check_copies(model: Model, config: ModelConfig, checkpoint: Checkpoint, names: dict[str, str]) -> None:
     """A checkpoint may hold a tied head once more; a head that differs from the token table would be lost silently."""
     for copy, weight in model.copies(config).items():
         if copy not in checkpoint.tensors:
             continue
         with reading(checkpoint, copy) as theirs, reading(checkpoint, names[weight]) as ours:
-            if not torch.equal(theirs, ours):
+            if not _can_become(checkpoint.tensors[copy].dtype, ours.dtype) or not torch.equal(theirs, ours):
                 raise CheckpointError(
                     f"{config.path}: {copy} differs from {names[weight]}, although config.json ties them: "
                     "set tie_word_embeddings to false there"
