@@ -85,13 +85,34 @@ def test_patterns_that_take_backtracking_for_ever_are_matched_at_once(text: str)
 
 
 def test_all_patterns_of_a_file_share_a_limit() -> None:
-    patterns = NamePatterns(max_steps=300)
+    patterns = NamePatterns(max_steps=320)
     first, second = (patterns.compile(source, ".*a") for source in "pq")
     for name in ("b" * 30, "b" * 40):
         assert not first.starts(name)
         assert not second.ends(name)
     with pytest.raises(UnsupportedModelError, match="q has patterns that take too long to match"):
         second.starts("b" * 30)
+
+
+@pytest.mark.parametrize("text", ["[^" + "bcdefghij" * 200 + "]*", "a|"])
+def test_the_limit_counts_what_takes_long(text: str) -> None:
+    """Tests of characters, and names themselves, beside the parts of patterns."""
+    patterns = NamePatterns(max_steps=50_000)
+    made = [patterns.compile("x", text) for _ in range(10)]
+    names = (f"model.layers.{number}.block_sparse_moe.experts.{number}.gate_proj" for number in range(500))
+    with pytest.raises(UnsupportedModelError, match="take too long"):
+        [pattern.starts(name) for name in names for pattern in made]
+
+
+def test_patterns_of_a_file_have_a_limited_length_together() -> None:
+    patterns = NamePatterns()
+    for number in range(2000):
+        patterns.compile("x", rf"model\.layers\.{number}\.self_attn\.q_proj" + "_" * 100)  # without choices
+    for _ in range(32):
+        patterns.compile("x", ".*" * 1000)
+    patterns.compile("x", ".*" * 768)
+    with pytest.raises(UnsupportedModelError, match="x: patterns of more than 65,536 characters together"):
+        patterns.compile("x", ".*")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ MAX_STEPS = 10_000_000
 """How many parts of patterns are matched for one file: about 5 s."""
 _MAX_PATTERNS = 4096
 _MAX_PATTERN = 2000
+_MAX_CHARS = 2**16
+"""Of all patterns with choices of a file, which take time and memory to compile: about 2 s."""
 _MAX_GROUPS = 100
 _parse: Any = importlib.import_module("re._parser").parse
 _PLAIN = re.compile(r"(?:[\w.\-/]|\\[.\-/])*", re.ASCII)
@@ -35,11 +37,12 @@ class NamePatterns:
 
     def __init__(self, max_steps: int = MAX_STEPS) -> None:
         self._steps = max_steps
-        self._num_patterns = 0
+        self._num_patterns = self._num_chars = 0
 
     def compile(self, source: str, text: str) -> "NamePattern":
         """Raises CheckpointError, which begins with `source`, for a malformed pattern, and UnsupportedModelError for a
-        very long one, for one too many, and for back references, look-behind, atomic groups and flags."""
+        very long one, for one too many, for patterns that are too long together, and for back references, look-behind,
+        atomic groups and flags."""
         self._num_patterns += 1
         if self._num_patterns > _MAX_PATTERNS:
             raise UnsupportedModelError(f"{source}: more than {_MAX_PATTERNS:,} patterns")
@@ -50,6 +53,9 @@ class NamePatterns:
             )
         if _PLAIN.fullmatch(text):
             return _PlainPattern(text)
+        self._num_chars += len(text)
+        if self._num_chars > _MAX_CHARS:
+            raise UnsupportedModelError(f"{source}: patterns of more than {_MAX_CHARS:,} characters together")
         try:
             return _SetPattern(_parsed(text), source, self)
         except _UnsupportedPartError:
@@ -103,6 +109,7 @@ class _Name:
     """A name, and its places as bits: `1 << i` is the place before character i."""
 
     def __init__(self, text: str, spend: Callable[[int], None]) -> None:
+        spend(len(text) // 8)
         self.spend = spend
         self.end = 1 << len(text)
         self._accepted: dict[Callable[[str], bool], int] = {}
@@ -110,9 +117,10 @@ class _Name:
         for place, char in enumerate(text):
             self.of_char[char] = self.of_char.get(char, 0) | 1 << place
 
-    def where(self, accepts: Callable[[str], bool]) -> int:
-        """The places before the characters that are accepted."""
+    def where(self, accepts: Callable[[str], bool], num_tests: int = 1) -> int:
+        """The places before the characters that are accepted, which takes this many tests of a character."""
         if accepts not in self._accepted:
+            self.spend(num_tests * len(self.of_char) // 2)
             self._accepted[accepts] = sum(places for char, places in self.of_char.items() if accepts(char))
         return self._accepted[accepts]
 
@@ -153,8 +161,9 @@ def _part(kind: str, value: Any) -> _Part:
         case "LITERAL":
             return lambda name, places: (places & name.of_char.get(chr(value), 0)) << 1
         case "NOT_LITERAL" | "ANY" | "IN":
-            accepts = _accepts(value if kind == "IN" else [(kind, value)])
-            return lambda name, places: (places & name.where(accepts)) << 1
+            items = tuple(value) if kind == "IN" else ((kind, value),)
+            accepts = _accepts(items)
+            return lambda name, places: (places & name.where(accepts, len(items))) << 1
         case "BRANCH":
             return _any_of([_sequence(branch) for branch in value[1]])
         case "SUBPATTERN" if not (value[1] or value[2]):
@@ -168,7 +177,8 @@ def _part(kind: str, value: Any) -> _Part:
     raise _UnsupportedPartError
 
 
-def _accepts(items: Sequence[Any]) -> Callable[[str], bool]:
+@functools.lru_cache(256)
+def _accepts(items: tuple[Any, ...]) -> Callable[[str], bool]:
     """Whether a character is one of a class."""
     is_negated = any(str(kind) == "NEGATE" for kind, _ in items)
     tests = [_test(str(kind), value) for kind, value in items if str(kind) != "NEGATE"]
@@ -231,6 +241,7 @@ def _at(kind: str) -> _Part:
 
 def _look_ahead(part: _Part, is_wanted: bool) -> _Part:
     def match(name: _Name, places: int) -> int:
+        name.spend(1 + places.bit_length() // 4)
         each = (1 << place for place in range(places.bit_length()) if places >> place & 1)
         return sum(place for place in each if bool(part(name, place)) == is_wanted)
 
