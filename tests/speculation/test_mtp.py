@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire import LLM
 from quire.cli import main
+from quire.common.errors import CheckpointError
 from quire.config.checkpoint.draft_heads import own_head, resolve_head
 from quire.config.model import ModelConfig
 from tests.models.conftest import make_checkpoint
@@ -98,6 +99,36 @@ def test_the_layer_behind_the_last_drafts_as_the_report_says(name: str, tmp_path
         check(llm, oracle, prompt)
     off = LLM(str(folder), tokenizer="quire-tiny", speculative_config={"method": "off"}, **SETTINGS)
     assert not drafted(off, numbers(1, 9))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
+def test_of_several_layers_behind_the_last_the_first_drafts(name: str, tmp_path: Path) -> None:
+    folder, _ = behind(tmp_path, name)
+    values, stored = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    prefix = f"model.layers.{values['num_hidden_layers']}."
+    config = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+    expected = drafted(LLM(str(folder), tokenizer="quire-tiny", speculative_config=config, **SETTINGS), numbers(1, 9))
+    for number in (1, 2):
+        other = f"model.layers.{values['num_hidden_layers'] + number}."
+        layer = {each.replace(prefix, other): tensor + 1 for each, tensor in stored.items() if each.startswith(prefix)}
+        save_file(load_file(folder / "model.safetensors") | layer, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(values | {"num_nextn_predict_layers": 3}))
+    llm = LLM(str(folder), tokenizer="quire-tiny", speculative_config=config, **SETTINGS)
+    assert drafted(llm, numbers(1, 9)) == expected
+    assert not drafted(LLM(str(folder), tokenizer="quire-tiny", **SETTINGS), numbers(1, 9))
+    (folder / "config.json").write_text(json.dumps(values | {"num_nextn_predict_layers": 65}))
+    with pytest.raises(CheckpointError, match="'num_nextn_predict_layers' is 65, more than 64"):
+        LLM(str(folder), tokenizer="quire-tiny", **SETTINGS)
+
+
+def test_what_a_layer_lacks_is_said_of_the_head(tmp_path: Path) -> None:
+    folder, _ = behind(tmp_path, "glm4-moe")
+    stored = load_file(folder / "model.safetensors")
+    last = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    del stored[f"model.layers.{last}.self_attn.q_proj.weight"]
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"the mtp head of {folder} as described by config.json: 1 weight"):
+        LLM(str(folder), tokenizer="quire-tiny", speculative_config={"method": "mtp"}, **SETTINGS)
 
 
 def test_ernies_layer_has_no_experts() -> None:

@@ -12,6 +12,7 @@ from quire.models.layers.experts import ExpertsShape
 from quire.models.weights.stacked import Stack
 
 _MAX_EXPERTS = 65536
+_MAX_PREDICTION_LAYERS = 64
 FULL, SLIDING = LAYER_TYPES
 
 
@@ -68,8 +69,14 @@ def check_experts(hf: HFConfig, layers: Sequence[LayerShape]) -> None:
 
 
 def prediction_layer(hf: HFConfig) -> Stack:
-    """Leaves out the layer behind the last one, which predicts further tokens: a draft head reads it."""
-    return Stack(rf"^model\.layers\.{hf.size('num_hidden_layers')}\.", ())
+    """Leaves out the layers behind the last one, which predict further tokens: a draft head reads the first of them.
+    Raises CheckpointError for more of them than any model has."""
+    first, number = hf.size("num_hidden_layers"), max(1, hf.count("num_nextn_predict_layers", 1))
+    if number > _MAX_PREDICTION_LAYERS:
+        raise CheckpointError(
+            f"{hf.source}: 'num_nextn_predict_layers' is {number}, more than {_MAX_PREDICTION_LAYERS}"
+        )
+    return Stack(rf"^model\.layers\.({'|'.join(str(first + i) for i in range(number))})\.", ())
 
 
 def layer_indices(hf: HFConfig, key: str) -> list[int]:

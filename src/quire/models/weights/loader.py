@@ -290,9 +290,8 @@ def _check(config: ModelConfig, checkpoint: Checkpoint, names: dict[str, str], a
     }
     found = [f"{len(these)} weight(s) {what}: {named(these)}" for what, these in problems.items() if these]
     if found:
-        raise CheckpointError(
-            f"{config.path} does not hold a {config.architecture} of its config.json: {'; '.join(found)}"
-        )
+        what = f"a {config.architecture} of its" if config.head is None else f"{config.drafter} as described by"
+        raise CheckpointError(f"{config.path} does not hold {what} config.json: {'; '.join(found)}")
 
 
 _CONVERTIBLE = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
