@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 OUTPUT = -1
 """In the place of a layer's number: what the model gives."""
 _TARGETS = "d2t"
+_MAX_LAYERS = 16
 _DEFAULT_FAMILY = "LlamaForCausalLM"
 _EAGLE_MARK = re.compile(r"^Eagle3?|Eagle3?$")
 """What the name of a head's architecture has beside the family's."""
@@ -64,6 +65,8 @@ class HeadFormat:
     """Whether the hidden state comes before the token in what `fc` multiplies."""
     passes_norm: bool = False
     """Whether the next pass reads the normed output."""
+    required: tuple[str, ...] = ()
+    """Tensors that every checkpoint of this format has, as it names them."""
 
     def weight_name(self, checkpoint_name: str) -> str | None:
         """The head's name for a tensor; None for one that it does not read."""
@@ -85,7 +88,7 @@ _EAGLE_NAMES = (
 )
 _NOT_READ = r"^(t2d|d2t)$|^verifier_|rotary_emb\.inv_freq$"
 EAGLE = HeadFormat("eagle", "", _EAGLE_NAMES, _NOT_READ)
-EAGLE3 = HeadFormat("eagle3", "", _EAGLE_NAMES, _NOT_READ)
+EAGLE3 = HeadFormat("eagle3", "", _EAGLE_NAMES, _NOT_READ, required=("norm.weight",))
 _SHARED = r"^(embed_tokens|lm_head)\."
 """What a layer for multi-token prediction shares with the model, of which the checkpoint may have a copy."""
 
@@ -102,13 +105,16 @@ def _behind_the_last_layer(hf: HFConfig) -> HeadFormat:
         (r"^shared_head\.norm", "out_norm"),
         (r"^shared_head\.head", "lm_head"),
     )
-    return HeadFormat("mtp", rf"^model\.layers\.{hf.size('num_hidden_layers')}\.", renames, _SHARED)
+    layer = f"model.layers.{hf.size('num_hidden_layers')}."
+    norms = tuple([f"{layer}{norm}.weight" for norm in ("enorm", "hnorm", "shared_head.norm")])
+    return HeadFormat("mtp", f"^{re.escape(layer)}", renames, _SHARED, required=norms)
 
 
 def _ernie(hf: HFConfig) -> HeadFormat:
     names = {"emb_norm": "token_norm", "hidden_norm": "state_norm", "linear_proj": "fc", "block": "layers.0"}
     renames = tuple((rf"^model\.mtp_{theirs}\.0\.", f"{ours}.") for theirs, ours in names.items())
-    return HeadFormat("mtp", rf"^model\.mtp_({'|'.join(names)})\.0\.", renames)
+    norms = ("model.mtp_emb_norm.0.weight", "model.mtp_hidden_norm.0.weight")
+    return HeadFormat("mtp", rf"^model\.mtp_({'|'.join(names)})\.0\.", renames, required=norms)
 
 
 def _mimo(hf: HFConfig) -> HeadFormat:
@@ -119,12 +125,15 @@ def _mimo(hf: HFConfig) -> HeadFormat:
         (r"^model\.mtp_layers\.0\.", ""),
         *((f"^{theirs}", ours) for theirs, ours in modules.items()),
     )
-    return HeadFormat("mtp", r"^model\.mtp_layers\.0\.", renames, is_state_first=True, passes_norm=True)
+    norms = tuple([f"model.mtp_layers.0.{norm}.weight" for norm in ("token_layernorm", "hidden_layernorm")])
+    return HeadFormat("mtp", r"^model\.mtp_layers\.0\.", renames, is_state_first=True, passes_norm=True, required=norms)
 
 
 def _qwen(hf: HFConfig) -> HeadFormat:
     norms = (("^pre_fc_norm_embedding", "token_norm"), ("^pre_fc_norm_hidden", "state_norm"))
-    return HeadFormat("mtp", r"^mtp\.(?!layers\.[1-9])", ((r"^mtp\.", ""), *norms), passes_norm=True)
+    required = ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight")
+    renames = ((r"^mtp\.", ""), *norms)
+    return HeadFormat("mtp", r"^mtp\.(?!layers\.[1-9])", renames, passes_norm=True, required=required)
 
 
 _MTP: tuple[Callable[[HFConfig], HeadFormat], ...] = (_behind_the_last_layer, _ernie, _mimo, _qwen)
@@ -173,7 +182,7 @@ def resolve_head(target: ModelConfig, name: str | None, method: str | None) -> M
         if method is None:
             return None
         raise UnsupportedModelError(f"{path}: draft heads are read from safetensors, not from GGUF files")
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, drafts=name is not None)
     format = _find_format(checkpoint, target.hf_config) or (None if name is None else _incomplete(checkpoint, path))
     if format is None or (method is not None and format.method != method):
         if method is None:
@@ -212,12 +221,16 @@ def resolve_head(target: ModelConfig, name: str | None, method: str | None) -> M
 
 
 def _num_layers(checkpoint: Checkpoint, format: HeadFormat, path: Path) -> int:
-    """Raises CheckpointError unless the layers of the tensors have the numbers from 0 on."""
+    """Raises CheckpointError unless the layers of the tensors are few and have the numbers from 0 on."""
     matches = [re.match(r"layers\.(\d+)\.", format.weight_name(name) or "") for name in checkpoint.tensors]
     numbers = {match[1] for match in matches if match}
     if wrong := numbers - {str(number) for number in range(len(numbers))}:
         raise CheckpointError(
             f"{path / CONFIG_FILE}: this draft head has a layer {min(wrong)[:80]!r}, but not all from 0 on before it"
+        )
+    if len(numbers) > _MAX_LAYERS:
+        raise CheckpointError(
+            f"{path / CONFIG_FILE}: this draft head has {len(numbers)} layers, more than {_MAX_LAYERS}"
         )
     return max(1, len(numbers))
 
@@ -314,6 +327,8 @@ def _checked(format: HeadFormat, checkpoint: Checkpoint, hf: HFConfig, target: M
             f"{where} has fc.weight {list(stored)}, where hidden states of {theirs} elements need {list(expected)}; "
             "it was not trained for this model"
         )
+    if missing := [name for name in format.required if format.weight_name(name) not in shapes]:
+        raise CheckpointError(f"{where} has no {', '.join(missing)}: it is incomplete")
     targets = _targets(checkpoint, where, target.vocab_size)
     held = frozenset(name for name in shapes if name is not None)
     head = HeadConfig(format, held, theirs, places, targets)
@@ -351,6 +366,8 @@ def _targets(checkpoint: Checkpoint, where: str, vocab_size: int) -> tuple[int, 
         return None
     if info.dtype != "int64" or len(info.shape) != 1 or info.shape == (0,):
         raise CheckpointError(f"{where} has d2t {info.dtype} {list(info.shape)} instead of a non-empty list of int64")
+    if info.shape[0] > vocab_size:
+        raise CheckpointError(f"{where} has d2t for {info.shape[0]} tokens, but the model has {vocab_size}")
     with checkpoint.reading(_TARGETS) as data:
         targets = tuple([token_id + offset for token_id, offset in enumerate(data.cast("B").cast("q"))])
     if wrong := [token_id for token_id in targets if not 0 <= token_id < vocab_size]:

@@ -10,6 +10,8 @@ from quire.config.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, open_sa
 from quire.config.checkpoint.tensors import Checkpoint, MappedCheckpoint
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
+_CONVERT = "transformers' AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+_CONVERT_HEAD = 'safetensors.torch.save_file(torch.load("pytorch_model.bin", weights_only=True), "model.safetensors")'
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,9 @@ def with_folders(checkpoint: Checkpoint, folders: Mapping[str, Path]) -> Checkpo
     return MappedCheckpoint(tensors)
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Path, *, drafts: bool = False) -> Checkpoint:
     """The weights in `folder`, or in a GGUF file and its parts. Raises CheckpointError if they are missing, incomplete
-    or in no format of the table."""
+    or in no format of the table; `drafts`: they may be a draft head's, which transformers does not load."""
     if is_gguf(folder):
         from quire.config.checkpoint.gguf.weights import open_gguf  # imported late because it loads numpy
 
@@ -61,8 +63,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         return found.open(folder)
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     what = f"its weights in {', '.join(pickles)}, a format that can run code" if pickles else "no safetensors weights"
+    way = f"a draft head by {_CONVERT_HEAD}, a model by {_CONVERT}" if drafts else _CONVERT
     raise CheckpointError(
         f"{folder} has {what}; Quire reads {SINGLE_FILE} or {INDEX_FILE}, never pickles (*.bin, *.pt). Convert such a "
-        "checkpoint once, where you trust it: transformers' "
-        "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder) writes safetensors"
+        f"checkpoint once, where you trust it: {way}"
     )
