@@ -192,6 +192,37 @@ def test_without_its_key_it_says_what_is_missing(chromium: Browser, served: Serv
         expect(page.locator("#model")).to_have_text(MODEL)
 
 
+def test_a_pause_while_nothing_is_received_does_not_stop_the_view(chromium: Browser, served: Served) -> None:
+    wrong: list[str] = []
+    with chromium.new_context() as context:
+        context.add_init_script(f"sessionStorage.setItem('quire-api-key', {json.dumps(KEY)})")
+        page = context.new_page()
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.goto(served.url)
+        link, key = page.locator("#link"), page.get_by_label("API key")
+        expect(link).to_have_text("live")
+        key.fill("wrong")
+        page.keyboard.press("Enter")
+        expect(link).to_contain_text("Enter an API key")
+        page.locator("#pause").click()
+        for _ in range(5):
+            page.evaluate("new Promise(requestAnimationFrame)")
+        key.fill(KEY)
+        page.keyboard.press("Enter")
+        expect(link).to_have_text("live")
+        with load(served, 1):
+            expect(page.locator("#queues .request")).to_have_count(1)
+        assert wrong == []
+
+
+def test_after_a_pause_an_idle_engine_is_live_again(page: Page) -> None:
+    """It sends nothing that would say so."""
+    page.get_by_role("button", name="Pause").click()
+    expect(page.locator("#link")).to_have_text("paused; the engine continues")
+    page.get_by_role("button", name="Go live").click()
+    expect(page.locator("#link")).to_have_text("live")
+
+
 def test_the_page_of_endpoints_shows_the_fields_of_each(chromium: Browser, served: Served) -> None:
     wrong: list[str] = []
     with chromium.new_context() as context:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import FilePayload, Page, Route, expect
 
-from tests.clients.chromium import QUESTION, answers, ask, set_up
+from tests.clients.chromium import NUMBERS, QUESTION, answers, ask, set_up
 from tests.clients.served import Served
 
 HOSTILE = [
@@ -188,6 +188,25 @@ def test_conversations_outlive_the_page(page: Page) -> None:
     expect(page.locator(".turn")).to_have_count(0)
 
 
+def test_what_is_deleted_during_an_answer_stays_deleted(page: Page, served: Served) -> None:
+    says(page, "An answer.")
+    ask(page, "A question")
+    answers(page)
+    page.unroute("**/v1/chat/completions")
+    set_up(page)
+    page.get_by_label("JSON that matches a schema").check()
+    page.locator("#schema").fill(json.dumps(NUMBERS))
+    ask(page, QUESTION)
+    expect(page.locator(".turn.assistant[aria-busy] .text")).to_have_text(re.compile(r"^\[\s*\d+"))
+    page.get_by_text("Conversations (1)").click()
+    page.get_by_role("button", name="Delete A question").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    expect(page.get_by_text("Conversations (0)")).to_be_visible()
+    served.wait_until_idle()
+    page.reload()
+    expect(page.get_by_text("Conversations (0)")).to_be_visible()
+
+
 def test_a_conversation_is_exported_and_imported(page: Page, tmp_path: Path) -> None:
     says(page, "An answer.")
     ask(page, "A question")
@@ -207,6 +226,37 @@ def test_a_conversation_is_exported_and_imported(page: Page, tmp_path: Path) -> 
         page.locator("#import-file").set_input_files(FilePayload(name="x.json", mimeType="", buffer=wrong.encode()))
         expect(page.get_by_role("alert")).to_contain_text("x.json was not imported")
         page.get_by_role("button", name="New conversation").click()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"files": 5},
+        {"files": [{"name": "a"}]},
+        {"tool_calls": "abc"},
+        {"tool_calls": [None]},
+        {"tool_calls": [{"id": "a", "function": {"name": "f"}}]},
+        {"tool_call_id": 1},
+        {"figures": {}},
+        {"reasoning": []},
+        {"prompt": 5},
+        {"marks": [1, "x"]},
+        {"marks": [-1]},
+        {"parent": "2"},
+        {"id": "2"},
+        {"settings": "x"},
+        {"settings": {"seed": {"toString": 1}}},
+    ],
+    ids=str,
+)
+def test_a_malformed_import_is_not_kept(page: Page, wrong: dict) -> None:
+    message = {"id": "1", "parent": "root", "children": [], "chosen": None, "role": "assistant", "content": "", **wrong}
+    root = {"id": "root", "parent": None, "children": ["1"], "chosen": "1"}
+    data = json.dumps({"nodes": {"root": root, "1": message}, "settings": wrong.get("settings")}).encode()
+    page.locator("#import-file").set_input_files(FilePayload(name="x.json", mimeType="", buffer=data))
+    expect(page.get_by_role("alert")).to_contain_text("x.json was not imported: this is not an exported conversation")
+    page.reload()
+    expect(page.get_by_text("Conversations (0)")).to_be_visible()
 
 
 def test_text_files_go_with_a_message_and_others_do_not(page: Page) -> None:

@@ -10,6 +10,7 @@ export class Library {
   // `open(conversation)` shows one; `fail(message)` says what went wrong.
   constructor({ open, fail }) {
     Object.assign(this, { open, fail, current: null });
+    this.removed = new Set(); // ids of conversations that are not kept again when an answer to them ends
     byId("export").addEventListener("click", () => this.#export());
     byId("import").addEventListener("click", () => byId("import-file").click());
     byId("import-file").addEventListener("change", () => this.#import(byId("import-file").files[0]));
@@ -31,6 +32,7 @@ export class Library {
   }
 
   async save(conversation) {
+    if (this.removed.has(conversation.id)) return;
     try {
       await store.write(conversation.data);
     } catch (error) {
@@ -77,6 +79,7 @@ export class Library {
   }
 
   async #remove(id) {
+    this.removed.add(id);
     await store.remove(id);
     if (id === this.current.id) this.open(new Conversation());
     else await this.show(this.current);
@@ -96,9 +99,8 @@ export class Library {
     try {
       if (file.size > MAX_IMPORT_BYTES) throw new Error("it is larger than 32 MiB");
       const conversation = fromExport(JSON.parse(await file.text()));
-      await store.write(conversation.data);
-      this.fail("");
       this.open(conversation);
+      await this.save(conversation);
     } catch (error) {
       this.fail(`${file.name} was not imported: ${error.message}`);
     }

@@ -90,19 +90,36 @@ function withFiles(content, files = []) {
   return [...parts, content].filter(Boolean).join("\n\n");
 }
 
+const isText = (value) => typeof value === "string";
+const listOf = (check) => (value) => Array.isArray(value) && value.every(check);
+// What a message may have beside its text.
+const OPTIONAL = {
+  files: listOf((file) => isText(file?.name) && isText(file.text)),
+  tool_calls: listOf((call) => isText(call?.id) && isText(call.function?.name) && isText(call.function.arguments)),
+  tool_call_id: isText,
+  reasoning: isText,
+  figures: isText,
+  prompt: listOf(Number.isFinite),
+  marks: listOf((length) => Number.isInteger(length) && length >= 0),
+};
+
 // A conversation from a file. Throws an error if it is none.
 export function fromExport(data) {
   const wrong = (why) => new Error(`this is not an exported conversation: ${why}`);
   if (typeof data !== "object" || data === null || typeof data.nodes !== "object" || !data.nodes?.[ROOT]) throw wrong("it has no messages");
+  const settings = data.settings ?? {};
+  if (typeof settings !== "object" || !Object.values(settings).every((value) => ["string", "boolean"].includes(typeof value))) throw wrong("its settings are malformed");
   const seen = new Set();
-  const open = [ROOT];
+  const open = [[ROOT, null]];
   while (open.length) {
-    const node = data.nodes[open.pop()];
-    if (!node || seen.has(node.id)) throw wrong("its messages are not a tree");
-    seen.add(node.id);
-    const isText = node.id === ROOT || (["user", "assistant", "tool"].includes(node.role) && typeof node.content === "string");
-    if (!isText || !Array.isArray(node.children) || (node.chosen !== null && !node.children.includes(node.chosen))) throw wrong(`message ${node.id} is malformed`);
-    open.push(...node.children);
+    const [id, parent] = open.pop();
+    const node = data.nodes[id];
+    if (!node || seen.has(id) || node.id !== id || node.parent !== parent) throw wrong("its messages are not a tree");
+    seen.add(id);
+    const isMessage = id === ROOT || (/^\d{1,15}$/.test(id) && ["user", "assistant", "tool"].includes(node.role) && isText(node.content));
+    const isComplete = Object.entries(OPTIONAL).every(([name, check]) => node[name] === undefined || check(node[name]));
+    if (!isMessage || !isComplete || !Array.isArray(node.children) || (node.chosen !== null && !node.children.includes(node.chosen))) throw wrong(`message ${id} is malformed`);
+    open.push(...node.children.map((child) => [child, id]));
   }
   const title = typeof data.title === "string" ? data.title.slice(0, 200) : "";
   return new Conversation({ nodes: data.nodes, next: Math.max(0, ...[...seen].map((id) => Number(id) || 0)) + 1, title, settings: data.settings ?? null });

@@ -136,6 +136,7 @@ export class History {
   }
 
   forget() {
+    this.live = null; // what follows the old snapshot cannot be used: the next frame must be whole
     this.segments = [];
     this.happenings = [];
     this.speeds = [];

@@ -65,8 +65,8 @@ export class EngineView {
     new ResizeObserver(() => this.repaint()).observe(byId("map"));
     setInterval(() => this.refresh(), 1000); // the times shown change even if nothing happens
     const draw = () => {
-      if (!document.hidden) this.#render();
       requestAnimationFrame(draw);
+      if (!document.hidden) this.#render();
     };
     requestAnimationFrame(draw);
   }
@@ -96,6 +96,7 @@ export class EngineView {
   // Begin anew, with another key or another model.
   reconnect() {
     this.#pause(false);
+    if (this.history.live) this.#renderTime(); // nothing is drawn until the next snapshot
     this.history.forget();
     for (const map of this.maps) map.tokens.forget();
     this.aborter?.abort();
@@ -126,13 +127,19 @@ export class EngineView {
 
   #arrived() {
     this.arrival = performance.now();
-    if (this.shownAt === null) this.#say("live", "live");
+    this.#say("live", "live");
     this.refresh();
   }
 
   #say(state, text) {
+    this.link = { state, text };
+    this.#renderLink();
+  }
+
+  #renderLink() {
+    const { state, text } = this.link;
     byId("link").dataset.state = state;
-    setText(byId("link"), text);
+    setText(byId("link"), state === "live" && this.shownAt !== null ? "paused; the engine continues" : text);
   }
 
   #choose(order) {
@@ -205,7 +212,7 @@ export class EngineView {
     scrub.setAttribute("aria-valuetext", text);
     byId("pause").setAttribute("aria-pressed", String(paused));
     setText(byId("pause"), paused ? "Go live" : "Pause");
-    if (paused && byId("link").dataset.state === "live") setText(byId("link"), "paused; the engine continues");
+    this.#renderLink();
   }
 
   // The tokens of the last whole second and of those before it. Live, the present second is not over; of a past moment, it is.
