@@ -156,6 +156,64 @@ def test_ctrl_c_before_the_first_token_forgets_the_message(
     assert not scripted[0].engine.has_unfinished_requests()
 
 
+@pytest.mark.parametrize("place", ["chat_prompt", "engine.add_request", "engine.tokenizer.stream"])
+def test_ctrl_c_before_the_first_step_forgets_the_message(
+    session: ChatSession, scripted: tuple[LLM, RecitingExecutor], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    owner: Any = scripted[0]
+    *path, name = place.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    function = getattr(owner, name)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return function(*args, **kwargs)
+
+    session.answer("Hello")
+    before = list(session.messages)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        session.answer("More")
+    assert session.messages == before
+    assert not scripted[0].engine.has_unfinished_requests()
+    session.answer("More")
+    assert len(session.messages) == 4
+
+
+def test_ctrl_c_at_the_end_of_an_answer_keeps_the_conversation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], scripted: tuple[LLM, RecitingExecutor]
+) -> None:
+    summaries = iter([KeyboardInterrupt(), "[second]"])
+
+    def summary(output: Any, *args: Any, **kwargs: Any) -> str:
+        if isinstance(line := next(summaries), BaseException):
+            raise line
+        return f"{line} {output.num_cached_tokens}"
+
+    monkeypatch.setattr("quire.cli.terminal.chat._summary", summary)
+    assert play(monkeypatch, scripted[0], ["Hello", "More"]) == 0
+    found = re.search(r"\[second\] (\d+)", capsys.readouterr().out)
+    assert found is not None
+    assert int(found[1]) > 0
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_no_answer_is_a_command_to_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    scripted: tuple[LLM, RecitingExecutor],
+    on_terminal: bool,
+) -> None:
+    monkeypatch.setattr("tests.scripted_engine.recital", lambda prompt_len: "a\x1b[2J\x07\x9b\tb 👩‍🚀\n\nc")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: on_terminal)
+    session = ChatSession(scripted[0], PARAMS, None)
+    session.answer("Hello")
+    said = "a?[2J??\tb 👩‍🚀\n\nc\n" if on_terminal else "a\x1b[2J\x07\x9b\tb 👩‍🚀\n\nc\n"
+    assert capsys.readouterr().out.startswith(said)
+    assert "\x1b" in session.messages[-1]["content"]
+
+
 def test_a_message_that_does_not_fit_is_refused_and_forgotten(
     session: ChatSession, capsys: pytest.CaptureFixture[str]
 ) -> None:

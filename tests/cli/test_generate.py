@@ -53,6 +53,16 @@ def test_several_prompts_are_shown_with_their_answers(run: Run, loaded: dict[str
     ]
 
 
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_no_output_is_a_command_to_the_terminal(run: Run, monkeypatch: pytest.MonkeyPatch, num_prompts: int) -> None:
+    monkeypatch.setattr("tests.scripted_engine.recital", lambda prompt_len: "a\x1b[2J\x07\tb")
+    arguments = ("generate", "--prompt", *["Hi"] * num_prompts)
+    assert "a\x1b[2J\x07\tb\n" in run(*arguments)[1]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert "a?[2J?\tb\n" in run(*arguments)[1]
+    assert "\x1b" in json.loads(run(*arguments, "--json")[1].splitlines()[0])["text"]
+
+
 def test_a_file_of_json_lines(run: Run, loaded: dict[str, Any], tmp_path: Path) -> None:
     items = [
         "text",

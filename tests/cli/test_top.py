@@ -1,11 +1,14 @@
 """`quire top`: a server's cache and queues as text."""
 
 import re
+import signal
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -170,7 +173,35 @@ def test_nonsense_is_an_error_in_words(
 ) -> None:
     monkeypatch.setattr("urllib.request.urlopen", lambda request, timeout: BytesIO(told + b"\n\n"))
     assert main(["top", "--url", "http://localhost", "--once"]) == 2
-    assert re.search("sent invalid data|no quire server", capsys.readouterr().err)
+    assert "sent invalid data" in capsys.readouterr().err
+
+
+def test_the_servers_error_is_passed_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    said = b'data: {"error": {"message": "the server is shutting down", "type": "service_unavailable"}}\n\n'
+    monkeypatch.setattr("urllib.request.urlopen", lambda request, timeout: BytesIO(said))
+    assert main(["top", "--url", "http://localhost", "--once"]) == 2
+    assert capsys.readouterr().err == "quire: the server at http://localhost: the server is shutting down\n"
+
+
+def test_a_signal_to_end_leaves_the_terminal_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def frames() -> Iterator[bytes]:
+        yield b"data: " + msgspec.json.encode(SNAPSHOT) + b"\n"
+        assert signal.getsignal(signal.SIGTERM) is not before  # otherwise the next line would end the tests
+        signal.raise_signal(signal.SIGTERM)
+
+    lines = frames()
+    response = nullcontext(SimpleNamespace(readline=lambda limit: next(lines, b"")))
+    monkeypatch.setattr("urllib.request.urlopen", lambda request, timeout: response)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with pytest.raises(SystemExit) as ended:
+        main(["top"])
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert capsys.readouterr().out.endswith("\x1b[?25h\x1b[?1049l")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_no_name_is_a_command_to_the_terminal() -> None:
@@ -185,11 +216,26 @@ def test_no_name_is_a_command_to_the_terminal() -> None:
     assert all(line.isprintable() for line in lines)
 
 
+@pytest.mark.parametrize("is_coloured", [False, True])
+@pytest.mark.parametrize(("width", "height"), [(200, 50), (80, 24), (40, 12), (20, 10), (1, 1)])
+def test_no_line_is_wider_than_the_terminal(width: int, height: int, is_coloured: bool) -> None:
+    picture = Picture(CacheMirror(), is_coloured=is_coloured)
+    setup = CacheSetup(16, 100_000, 0, 1, 4)
+    events = [CacheEvent("finished", request_id="r" * 300)] * 30
+    picture.add(CacheUpdate(0, 0.0, setup, BLOCKS, None, REQUESTS, [], COUNTERS, events))
+    lines = [re.sub(r"\x1b\[\d+m", "", line) for line in picture.lines(width, height)]
+    assert len(lines) <= height
+    assert all(len(line) <= width for line in lines)
+    assert "quire 0.0 tokens/s".startswith(lines[0].strip()[:18])
+    if width >= 40:
+        assert {"preemptions", "pinned"} <= set(" ".join(lines).split())
+
+
 def test_a_large_cache_fits_and_shows_the_busiest_of_blocks() -> None:
     picture = Picture(CacheMirror(), is_coloured=False)
     setup = CacheSetup(16, 100_000, 0, 1, 4)
     picture.add(CacheUpdate(0, 0.0, setup, BLOCKS, None, REQUESTS, [], COUNTERS))
-    lines = picture.lines(80, 24)
+    lines = picture.lines(100, 24)
     assert len(lines) <= 24
     assert lines[2][0] == "█"
     assert picture.is_whole
@@ -210,4 +256,4 @@ def test_a_snapshot_is_complete_once_all_blocks_that_are_not_free_have_been_sent
 def test_an_encoder_has_no_blocks_to_be_in_use() -> None:
     picture = Picture(CacheMirror(), is_coloured=False)
     picture.add(CacheUpdate(0, 0.0, CacheSetup(16, 0, 0, 0, 4), None, None, [], [], COUNTERS | {"used_blocks": 0}))
-    assert "cache 0.0% of 0 blocks" in picture.lines(80, 24)[1]
+    assert "cache 0.0% of 0 blocks" in picture.lines(100, 24)[1]

@@ -27,6 +27,7 @@ from quire.cli.arguments.options import (
     sampling_options,
     sampling_params,
 )
+from quire.cli.terminal.text import without_controls
 from quire.common.errors import InvalidPromptError
 
 if TYPE_CHECKING:
@@ -72,10 +73,10 @@ def run(options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps(_to_dict(item, output), ensure_ascii=False))
         elif len(items) == 1:
-            print(output.outputs[0].text)
+            print(without_controls(output.outputs[0].text))
         else:
             text = output.outputs[0].text if output.error is None else f"(rejected: {output.error})"
-            print(f"{chr(10) if i else ''}> {_title(item)}\n{text}")
+            print(without_controls(f"{chr(10) if i else ''}> {_title(item)}\n{text}"))
     return _EXIT_SOME_REJECTED if any(output.error for output in outputs) else 0
 
 

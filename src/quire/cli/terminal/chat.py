@@ -22,6 +22,7 @@ from quire.cli.arguments.options import (
     sampling_options,
     sampling_params,
 )
+from quire.cli.terminal.text import without_controls
 from quire.common.errors import RequestError, nearest_name
 from quire.engine.requests.drafted_text import DraftedText
 from quire.interfaces.interrupts import interrupt_deferred
@@ -86,7 +87,10 @@ def run(options: argparse.Namespace) -> int:
                 print(f"there is no {message}{nearest_name(message, _COMMANDS)}")
             print("\n".join(f"{name:<8} {text}" for name, text in _COMMANDS.items()))
         elif message:
-            num_refused += not session.answer(message)
+            try:
+                num_refused += not session.answer(message)
+            except KeyboardInterrupt:
+                print()
     return int(num_refused > 0 and not interactive)
 
 
@@ -116,46 +120,46 @@ class ChatSession:
 
     def answer(self, message: str) -> bool:
         """Send a message to the model and print the answer. False if the message is refused, and dropped."""
-        self.messages.append({"role": "user", "content": message})
+        messages = [*self.messages, {"role": "user", "content": message}]
         start = time.monotonic()
         try:
-            output = self._stream()
+            output = self._stream(messages)
         except RequestError as error:
-            self.messages.pop()
             print(f"{error} (/reset starts a new conversation)", file=sys.stderr)
             return False
-        text = output.outputs[0].text if output is not None else ""
+        if output is not None and (text := output.outputs[0].text):
+            # the template expects an answer after each message, so a message without one is dropped
+            self.messages = [*messages, {"role": "assistant", "content": text}]
         print()
-        if not text:  # the template expects an answer after each message, so drop a message without one
-            self.messages.pop()
-        else:
-            self.messages.append({"role": "assistant", "content": text})
         if output is not None:
             print(_styled("2", _summary(output, time.monotonic() - start, shows_drafts=self._shows_drafts)))
         return True
 
-    def _stream(self) -> RequestOutput | None:
+    def _stream(self, messages: list[dict[str, str]]) -> RequestOutput | None:
         """Run the request and print its text as it is generated. Ctrl-C ends it; None if there is no output by then."""
         engine = self._llm.engine
         self._num_turns += 1
         request_id = f"chat-{self._num_turns}"
-        prompt = self._llm.chat_prompt(self.messages)
-        engine.add_request(request_id, prompt, self._params, lora_request=self._lora_request)
         output: RequestOutput | None = None
-        drafted = DraftedText(engine.tokenizer.stream(prompt["prompt_token_ids"]))
         num_printed = num_divided = 0
         try:
+            prompt = self._llm.chat_prompt(messages)
+            drafted = DraftedText(engine.tokenizer.stream(prompt["prompt_token_ids"]))
+            with interrupt_deferred():
+                engine.add_request(request_id, prompt, self._params, lora_request=self._lora_request)
             while output is None or not output.finished:
                 with interrupt_deferred():
                     for output in engine.step():
                         answer = output.outputs[0]
                         drafts = [p - num_divided for p in answer.accepted_drafts if p >= num_divided]
-                        parts = drafted.divide(answer.text[num_printed:], answer.token_ids[num_divided:], drafts)
+                        added = without_controls(answer.text[num_printed:])
+                        parts = drafted.divide(added, answer.token_ids[num_divided:], drafts)
                         shown = [_styled("32", text) if self._shows_drafts and mark else text for text, mark in parts]
                         print("".join(shown), end="", flush=True)
                         num_printed, num_divided = len(answer.text), len(answer.token_ids)
         except KeyboardInterrupt:
-            return engine.abort_request(request_id) or output
+            with interrupt_deferred():
+                return engine.abort_request(request_id) or output
         if output.error is not None:
             raise RequestError(output.error)
         return output

@@ -11,7 +11,9 @@ import http.client
 import math
 import os
 import shutil
+import signal
 import sys
+import textwrap
 import urllib.error
 import urllib.request
 from collections import deque
@@ -30,11 +32,12 @@ _PATH = "/debug/cache/events"
 _TIMEOUT_S = 30.0  # an idle server sends comments more often than this
 _WINDOW_S = 5.0
 _MAX_LINE = 256 * 2**20
+_USUAL_SIZE = (100, 40)  # columns and lines, where the output is not a terminal
 _CELLS = " ▁▂▃▄▅▆▇█"
 _STATE_MARKS = "·░█▓"  # free, cached, owned, pinned; distinct without colour
 _STATE_COLOURS = ("2", "33", "34", "31")
-_ALTERNATE_SCREEN = "\x1b[?1049h\x1b[?25l"
-_USUAL_SCREEN = "\x1b[?25h\x1b[?1049l"
+_ALTERNATE_SCREEN = "\x1b[?1049h\x1b[?25l\x1b[?7l"  # without a cursor, and without wrapping of names in wide characters
+_USUAL_SCREEN = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,33 +74,37 @@ def _show(options: argparse.Namespace) -> int:
         for update in updates:
             picture.add(update)
             if picture.is_whole:
-                print("\n".join(picture.lines(*_size())))
+                print("\n".join(picture.lines(*shutil.get_terminal_size(_USUAL_SIZE))))
                 return 0
         raise QuireError(f"the server at {options.url} closed the connection before it had sent a whole snapshot")
+    handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.stdout.write(_ALTERNATE_SCREEN)
     try:
         for update in updates:
             picture.add(update)
-            width, height = _size()
-            lines = [f"{line}\x1b[K" for line in picture.lines(width, height)[:height]]
+            lines = [f"{line}\x1b[K" for line in picture.lines(*shutil.get_terminal_size(_USUAL_SIZE))]
             sys.stdout.write("\x1b[H" + "\n".join(lines) + "\x1b[J")
             sys.stdout.flush()
     finally:
         sys.stdout.write(_USUAL_SCREEN)
+        signal.signal(signal.SIGTERM, handler)
     raise QuireError(f"the server at {options.url} closed the connection")
-
-
-def _size() -> tuple[int, int]:
-    size = shutil.get_terminal_size((100, 40))
-    return max(40, size.columns), max(12, size.lines)
 
 
 def watch(url: str, key: str | None, model: str | None = None, engine: int = 0) -> Iterator[Any]:
     """Yield the CacheUpdates of an engine of a model, by default the first of each. Raises ConfigError for an invalid
-    address, QuireError if no server answers or it has no such model."""
+    address, QuireError if no server answers, it has no such model or it ends the stream with an error."""
     from quire.engine.view.cache_frame import CacheUpdate
 
     decoder = msgspec.json.Decoder(CacheUpdate)
+    for data in _events(url, key, model, engine):
+        if data.startswith(b'{"error"'):
+            raise QuireError(f"the server at {url}: {msgspec.json.decode(data)['error']['message']}")
+        yield decoder.decode(data)
+
+
+def _events(url: str, key: str | None, model: str | None, engine: int) -> Iterator[bytes]:
+    """Yield the data of each event of the stream. Raises what `watch` raises, except for the error in the stream."""
     headers = {"Accept": "text/event-stream"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--url {url!r}: must begin with http:// or https://")
@@ -107,7 +114,7 @@ def watch(url: str, key: str | None, model: str | None = None, engine: int = 0) 
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
             while line := response.readline(_MAX_LINE):
                 if line.startswith(b"data:"):
-                    yield decoder.decode(line[5:])
+                    yield line[5:].strip()
     except urllib.error.HTTPError as error:
         with error:
             raise QuireError(f"the server at {url} answers {error.code}: {_reason(error)}") from error
@@ -157,15 +164,17 @@ class Picture:
         if self.mirror.setup is None:
             return ["waiting for the engine"]
         queues = {name: self._queue(name) for name in ("running", "waiting", "swapped")}
-        head = [self._summary(), self._cache_line(width), *self._map(width, max(2, height // 4)), ""]
+        first, *more = textwrap.wrap(self._summary(), width) + textwrap.wrap(self._cache_line(), width)
+        first = self._style("1", first[:5]) + first[5:]
+        head = [first, *more, *self._map(width, max(2, height // 4)), ""]
         num_left = max(6, height - len(head) - 2)
         lines = []
         for name, rows in queues.items():
-            lines.append(self._style("1", f"{name} {self.mirror.counters[name]}"))
+            lines.append(self._style("1", f"{name} {self.mirror.counters[name]}"[:width]))
             lines += [self._request(row, width) for row in rows[: max(1, num_left // (2 if name == "running" else 8))]]
         num_events = max(1, height - len(head) - len(lines) - 2)
         recent = [self._event(event)[:width] for event in list(self._events)[-num_events:]]
-        return [*head, *lines, "", *reversed(recent)]
+        return [*head, *lines, "", *reversed(recent)][:height]
 
     def _style(self, code: str, text: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self._is_coloured else text
@@ -176,12 +185,12 @@ class Picture:
         speed = (end - start) / max(end_s - start_s, 1e-9) if end > start else 0.0
         hit_rate = counters["prefix_hit"] / max(1, counters["prefix_queried"])
         swaps = f" ({counters['preemptions_by_swap']} by swap)" if counters["preemptions_by_swap"] else ""
-        return self._style("1", "quire ") + (
-            f"{speed:.1f} tokens/s  {counters['generated_tokens']:,} generated  prefix hits {hit_rate:.0%}  "
+        return (
+            f"quire {speed:.1f} tokens/s  {counters['generated_tokens']:,} generated  prefix hits {hit_rate:.0%}  "
             f"preemptions {counters['preemptions']:,}{swaps}  evicted {counters['prefix_evicted']:,} tokens"
         )
 
-    def _cache_line(self, width: int) -> str:
+    def _cache_line(self) -> str:
         setup, counters = self.mirror.setup, self.mirror.counters
         assert setup is not None
         states = [sum(b["states"] == state for b in self.mirror.tiers["device"].values()) for state in range(4)]
