@@ -11,9 +11,9 @@ MAX_CONSECUTIVE_FAILURES = 5
 
 
 class Accounting:
-    """A context for changes of the engine's internal accounting. An exception in it, or an interrupt that is not delayed
-    (the second Ctrl-C), leaves the accounting inconsistent: the engine is broken. Not a generator, as `failures_named`:
-    every step is in one."""
+    """A context for changes of the engine's internal accounting. An exception in it leaves the accounting inconsistent,
+    as does an interrupt that is not delayed (a second Ctrl-C): the engine is broken. Not a generator, as
+    `failures_named`: every step is in one."""
 
     def __init__(self) -> None:
         self.error: EngineBrokenError | None = None
