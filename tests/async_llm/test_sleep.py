@@ -1,15 +1,17 @@
 """An AsyncLLM that sleeps: its memory is given back, and it computes the same tokens afterwards."""
 
 import asyncio
+import gc
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 
 from quire import EngineDeadError, RequestError, SamplingParams
 from quire.common.errors import OutOfMemoryError
 from quire.engine.process.messages import Control, ControlDone, Ready
-from quire.interfaces.async_llm.engine_group import EngineControls
+from quire.interfaces.async_llm.engine_group import EngineControls, EngineGroup
 
 from .door import Door
 
@@ -81,6 +83,9 @@ class Sent:
             raise self.death
         self.messages.append(message)
 
+    def supervise(self, *users: object) -> None:
+        pass
+
 
 def test_an_engine_that_cannot_wake_up_still_sleeps():
     async def test() -> None:
@@ -124,5 +129,37 @@ def test_calls_end_with_their_engine_and_a_sleeping_one_is_followed_by_one_that_
         controls.on_message(ControlDone(True))
         await waking
         assert not controls.is_sleeping
+
+    asyncio.run(test())
+
+
+def test_a_dead_engine_keeps_no_other_one_asleep():
+    async def test() -> None:
+        engines, dead = [Sent(), Sent()], EngineDeadError("it has died")
+        group = EngineGroup(engines, SimpleNamespace(tables=[None, None]), None)
+        first, second = group._controls
+        for controls in (first, second):
+            controls.is_sleeping = True
+        first.on_restart(Ready(1, None))  # an engine that died asleep has been replaced
+        waking = asyncio.create_task(group.wake_up())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        engines[0].death = dead  # and the next one dies before it has answered
+        first.on_death(dead)
+        second.on_message(ControlDone(True))
+        await waking
+        assert not group.is_sleeping
+        engines[0].death = None
+        first.on_restart(Ready(1, None))
+        assert [engine.messages for engine in engines] == [[Control("sleep"), Control("wake_up")], [Control("wake_up")]]
+        first.is_sleeping = second.is_sleeping = True
+        engines[0].death = engines[1].death = dead
+        with pytest.raises(EngineDeadError):
+            await group.wake_up()
+        assert not group.is_sleeping
+        unread = list[object]()
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unread.append(context))
+        gc.collect()
+        assert not unread
 
     asyncio.run(test())

@@ -274,7 +274,7 @@ class AsyncLLM:
         await self.group.sleep()
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Load the model again. Raises what loading raises, and the engine then still sleeps, or EngineDeadError."""
+        """Load the model again. Raises what loading raises, and it still sleeps, or EngineDeadError if none runs."""
         await self.start()
         await self.group.wake_up()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from quire.common.errors import EngineDeadError, error_named
 from quire.common.outputs import EngineStats
@@ -49,9 +50,10 @@ class EngineControls:
             raise
 
     async def wake_up(self) -> None:
-        """Wake the engine up; see AsyncLLM.wake_up."""
+        """Wake the engine up; see AsyncLLM.wake_up. If it is dead, the next one will be awake."""
         if self.is_sleeping:
-            await self.call("wake_up")
+            with suppress(EngineDeadError):
+                await self.call("wake_up")
             self.is_sleeping = False
 
     def on_message(self, message: Event) -> None:
@@ -72,7 +74,8 @@ class EngineControls:
         """Let the new engine sleep if the last one did."""
         if self.is_sleeping:
             self._engine.send(Control("sleep"))
-            self._answers.append(asyncio.get_running_loop().create_future())
+            self._answers.append(unread := asyncio.get_running_loop().create_future())
+            unread.cancel()
 
     def on_loss(self, error: EngineDeadError) -> None:
         """End all calls."""
@@ -148,7 +151,10 @@ class EngineGroup:
 
     async def wake_up(self) -> None:
         """Wake all engines up; see AsyncLLM.wake_up."""
-        await asyncio.gather(*[controls.wake_up() for controls in self._controls])
+        if self.is_sleeping:
+            await asyncio.gather(*[controls.wake_up() for controls in self._controls])
+            if self.death is not None:
+                raise self.death
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False if requests run in an engine, which then keeps its prefixes. Raises
