@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from quire.runner import executor as executors
 from quire.runner.parallel import executor as ranks_executor
 from quire.runner.parallel import links, rank_process
 from quire.runner.parallel.executor import RanksExecutor
-from quire.runner.parallel.messages import Failed, Step
+from quire.runner.parallel.messages import Connection, Failed, Step
 from tests import forks
 from tests.async_llm import door as door_module
 from tests.async_llm.door import Door
@@ -36,8 +37,6 @@ PROMPTS = [[5, 6, 7, 8, 9, 10], [100, 200, 300] * 9, [7] * 3]
 PARAMS = [SamplingParams(temperature=0.8, seed=i, max_tokens=40, ignore_eos=True, logprobs=1) for i in range(3)]
 TINY: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks_override": 40}
 RANKS: dict[str, Any] = {**TINY, "tensor_parallel_size": 2, "num_threads": 1}
-
-
 HANG_S = 8.0
 SLACK_S = 5.0
 
@@ -167,6 +166,13 @@ def test_a_rank_that_cannot_load_says_why(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("quire.runner.worker.make_worker", make_worker)  # which only the other rank looks up there
     with in_threads(), pytest.raises(OutOfMemoryError, match="there is none left"):
         LLM(**RANKS)
+
+
+def test_a_rank_that_still_loads_may_lose_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_process, "_PROGRESS_S", 0)
+    monkeypatch.setattr(rank_process, "_MIN_CPU_S", -1)
+    with socket.socket(socket.AF_UNIX) as unconnected:
+        rank_process._show_progress(Connection(unconnected), threading.Event())
 
 
 def test_a_rank_that_falls_silent_while_nothing_runs_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

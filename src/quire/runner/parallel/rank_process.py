@@ -99,10 +99,11 @@ def share_of(start: Start) -> tuple[EngineConfig, KVCacheConfig]:
 def _show_progress(connection: Connection, has_loaded: threading.Event) -> None:
     """Tell rank 0 now and then that this process is loading, as long as it uses its CPU."""
     used_s = time.process_time()
-    while not has_loaded.wait(_PROGRESS_S):
-        before_s, used_s = used_s, time.process_time()
-        if used_s - before_s > _MIN_CPU_S:
-            connection.send(Progress())
+    with suppress(OSError):  # rank 0 has ended
+        while not has_loaded.wait(_PROGRESS_S):
+            before_s, used_s = used_s, time.process_time()
+            if used_s - before_s > _MIN_CPU_S:
+                connection.send(Progress())
 
 
 def _beat(lifeline: int, has_ended: threading.Event) -> None:
