@@ -1,10 +1,12 @@
 """LLM over several engines in processes of their own returns what it returns over one."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import pytest
@@ -62,6 +64,30 @@ def test_a_killed_engine_loses_nothing(several: LLM, one: LLM) -> None:
     prompts = [f"{number}." for number in range(8)]
     got, wanted = ([o.outputs[0].token_ids for o in llm.generate(prompts, long)] for llm in (several, one))
     assert got == wanted
+
+
+def test_an_output_that_comes_as_a_step_ends_belongs_to_the_next_one(
+    several: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = several._engine
+    assert isinstance(engine, EngineProcesses)
+
+    class Late(SimpleQueue[Any]):
+        num_late = 0
+
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            """Times out once, with the output there and nothing left to read."""
+            output = super().get()
+            engine._run(asyncio.sleep(0))
+            if not self.num_late:
+                self.num_late += 1
+                self.put(output)
+                raise Empty
+            return output
+
+    monkeypatch.setattr(engine, "_outputs", Late())
+    (output,) = several.generate("a", SAMPLED, use_tqdm=False)
+    assert output.error is None
 
 
 def test_a_program_may_end_without_closing_its_engines() -> None:

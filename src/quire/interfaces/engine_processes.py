@@ -127,8 +127,8 @@ class EngineProcesses:
         self._run(abort())
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a request runs."""
-        return bool(self._reading)
+        """Whether a request runs, or has an output that `step` will return."""
+        return bool(self._reading) or not self._outputs.empty()  # in this order: `_read` puts before it deletes
 
     def stats(self) -> EngineStats:
         """The statistics of all engines together."""
