@@ -6,6 +6,7 @@ import select
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +101,36 @@ def test_a_missing_tokenizer_ends_engines_that_still_load(tmp_path: Path, monkey
     with pytest.raises(TokenizerError, match="has no tokenizer"):
         asyncio.run(asyncio.wait_for(AsyncLLM.from_args(args), LIMIT_MS / 1000))
     assert ended == [True, True]
+
+
+def test_engines_that_run_end_if_the_start_of_another_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, both = [], asyncio.Event()
+
+    class Running:
+        ready = SimpleNamespace(max_model_len=64)
+
+        async def end(self) -> str:
+            ended.append("running")
+            return ""
+
+    async def start(*_: Any, **__: Any) -> Any:
+        if not ended:
+            ended.append("begun")
+            return Running()
+        both.set()
+        await asyncio.Event().wait()
+
+    async def cancelled() -> None:
+        args = EngineArgs(data_parallel_size=2, cpu_list=None, num_threads=1)
+        starting = asyncio.create_task(AsyncLLM.from_args(args))
+        await both.wait()
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    monkeypatch.setattr(EngineClient, "start", start)
+    asyncio.run(asyncio.wait_for(cancelled(), LIMIT_MS / 1000))
+    assert ended == ["begun", "running"]
 
 
 def test_max_model_len_is_what_the_engine_has_room_for() -> None:

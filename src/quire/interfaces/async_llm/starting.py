@@ -34,7 +34,7 @@ async def nothing() -> None:
 
 
 async def start_engines(args: EngineArgs, hang_timeout_s: float | None, name: str = "") -> Started:
-    """Start the engine processes, and read the tokenizer while they load. If one fails, all end."""
+    """Start the engine processes, and read the tokenizer meanwhile. If one fails or this is cancelled, all end."""
     show_messages()
     config = await asyncio.to_thread(args.resolve)
     placed = await asyncio.to_thread(place, replace(args, lora_modules=()))  # this process knows the adapters
@@ -51,13 +51,13 @@ async def start_engines(args: EngineArgs, hang_timeout_s: float | None, name: st
         async with asyncio.TaskGroup() as group:  # the first failure ends the others: weights may take minutes to load
             reading = group.create_task(asyncio.to_thread(read_tokenizer, config.model))
             starting = [group.create_task(engine.start()) for engine in engines]
-    except ExceptionGroup as failed:
+    except (ExceptionGroup, asyncio.CancelledError) as failed:
         ended = [task.cancelled() or task.exception() is not None for task in starting]
         await asyncio.gather(
             *[engine.close() for engine, has_ended in zip(engines, ended, strict=True) if not has_ended]
         )
         await asyncio.to_thread(placed.close)
-        raise failed.exceptions[0] from None
+        raise (failed.exceptions[0] if isinstance(failed, ExceptionGroup) else failed) from None
     ready, tokenizer = [task.result() for task in starting], reading.result()
     return Started(engines, ready, config, tokenizer, placed.close)
 
