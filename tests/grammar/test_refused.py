@@ -1,5 +1,6 @@
 """Structures that are wrong or hostile: refused with a message, or bounded; the process and its neighbours live on."""
 
+import os
 import re
 import subprocess
 import sys
@@ -201,6 +202,18 @@ def test_a_trial_runs_where_processor_time_is_limited_already() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert ended.stdout == "True\n", ended.stderr
+
+
+def test_a_fork_leaves_the_trial_of_its_parent_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = TrialProcess(TrialSettings(1000, {0: "<end>"}))
+    assert trial.check(StructuredOutputsParams(regex="a"))
+    child = trial._child
+    with monkeypatch.context() as fork:
+        fork.setattr(os, "getpid", lambda: -1)
+        trial.close()
+    assert child.poll() is None
+    child.kill()
+    child.communicate()
 
 
 def test_a_trial_that_was_killed_is_followed_by_others(monkeypatch: pytest.MonkeyPatch) -> None:

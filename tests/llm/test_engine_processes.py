@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 from quire import LLM, BeamSearchParams, ConfigError, LLMEngine, RequestError, SamplingParams
+from quire.common.errors import EngineBrokenError
 from quire.config.args import EngineArgs
+from quire.interfaces.async_llm.async_llm import AsyncLLM
 from quire.interfaces.engine_processes import EngineProcesses
 from quire.v1.sample.logits_processor import LogitsProcessor
 
@@ -78,7 +81,7 @@ def test_an_output_that_comes_as_a_step_ends_belongs_to_the_next_one(
         def get(self, block: bool = True, timeout: float | None = None) -> Any:
             """Times out once, with the output there and nothing left to read."""
             output = super().get()
-            engine._run(asyncio.sleep(0))
+            engine._run(asyncio.sleep, 0)
             if not self.num_late:
                 self.num_late += 1
                 self.put(output)
@@ -88,6 +91,51 @@ def test_an_output_that_comes_as_a_step_ends_belongs_to_the_next_one(
     monkeypatch.setattr(engine, "_outputs", Late())
     (output,) = several.generate("a", SAMPLED, use_tqdm=False)
     assert output.error is None
+
+
+def test_a_fork_neither_uses_nor_ends_what_belongs_to_its_parent(several: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as fork:
+        fork.setattr(os, "getpid", lambda: -1)
+        for use in (lambda: several.generate(["a"], use_tqdm=False), several.sleep, several.reset_prefix_cache):
+            with pytest.raises(EngineBrokenError, match="belongs to process"):
+                use()
+        _, end, given, _ = several._engine._finalizer._finalize.peek()  # type: ignore[union-attr,misc]
+        end(*given)  # which is what Python does when the fork ends
+    assert several.generate(["a"], SAMPLED, use_tqdm=False)[0].error is None
+
+
+@pytest.mark.parametrize("has_started", [False, True])
+def test_an_interrupt_while_engines_start_waits_for_their_end(
+    has_started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, ended, threads = threading.Event(), [], threading.active_count()
+
+    class Started:
+        async def shutdown(self) -> None:
+            ended.append(True)
+
+    async def from_args(*_: Any, **__: Any) -> Any:
+        began.set()
+        try:
+            await (asyncio.sleep(0) if has_started else asyncio.Event().wait())
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.01)  # as long as their processes take to end
+            ended.append(True)
+            raise
+        return Started()
+
+    def interrupted(self: EngineProcesses, *_: Any) -> Any:
+        assert began.wait(60)
+        if has_started:
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), self._loop).result()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(AsyncLLM, "from_args", from_args)
+    monkeypatch.setattr(EngineProcesses, "_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(data_parallel_size=2, num_threads=1)
+    assert ended == [True]
+    assert threading.active_count() == threads
 
 
 def test_a_program_may_end_without_closing_its_engines() -> None:

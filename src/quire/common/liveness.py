@@ -1,9 +1,14 @@
 """Signs of life between processes: progress of the kernels, and child processes that end with their parent."""
 
 import ctypes
+import os
 import signal
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.common.errors import EngineBrokenError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -35,3 +40,28 @@ def end_with_parent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Finalizer:
+    """Ends what an object has started outside this process: when it is called, when the object is no longer used, or
+    when Python ends, whichever is first. In a fork of this process it does nothing, since the parent still uses it."""
+
+    def __init__(self, owner: object, end: Callable[..., object], *args: Any) -> None:
+        """`end` is called with `args`, which must not refer to `owner`."""
+        self._pid = os.getpid()
+        self._finalize = weakref.finalize(owner, _end_unless_forked, self._pid, end, args)
+
+    def check(self) -> None:
+        """Raise EngineBrokenError in a fork, which would disturb what its parent has started."""
+        if os.getpid() != self._pid:
+            raise EngineBrokenError(
+                f"this LLM belongs to process {self._pid}, which has made it: make another one in this process"
+            )
+
+    def __call__(self) -> None:
+        self._finalize()
+
+
+def _end_unless_forked(pid: int, end: Callable[..., object], args: Sequence[Any]) -> None:
+    if os.getpid() == pid:
+        end(*args)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from quire.common import liveness
 from quire.common.errors import ConfigError, QuireError, RequestError
 from quire.common.outputs import EngineStats, RequestOutput
 from quire.common.params import BeamSearchParams, PoolerInfo, PoolingParams, SamplingParams
@@ -38,26 +38,28 @@ class EngineProcesses:
 
     def __init__(self, args: EngineArgs) -> None:
         """Raises ConfigError, CheckpointError or OutOfMemoryError."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="engines-of-llm", daemon=True)
-        self._thread.start()
+        self._loop = loop = asyncio.new_event_loop()
+        starting = loop.create_task(AsyncLLM.from_args(args, holds=True))
+        thread = threading.Thread(target=loop.run_forever, name="engines-of-llm", daemon=True)
+        self._finalizer = liveness.Finalizer(self, _close, starting, loop, thread)
+        thread.start()
         self.in_use = threading.Lock()
         self._outputs: SimpleQueue[RequestOutput] = SimpleQueue()
         self._reading: dict[str, asyncio.Task[None]] = {}
         try:
-            self._llm = self._run(AsyncLLM.from_args(args, holds=True))
+            self._llm: AsyncLLM = self._run(asyncio.wait_for, starting, None)
         except BaseException:
-            _end_loop(self._loop, self._thread)
+            self.close()
             raise
-        self._finalizer = weakref.finalize(self, _close, self._llm, self._loop, self._thread)
         self._metrics = EngineMetrics(self._llm.model_config.model) if self._llm.config.measures_requests else None
         if self._metrics is not None:
             self._llm.add_listener(self._metrics)
         self.config = self._llm.config
         self.tokenizer = self._llm.tokenizer
 
-    def _run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+    def _run(self, call: Callable[..., Coroutine[Any, Any, _T]], *args: Any) -> _T:
+        self._finalizer.check()
+        return asyncio.run_coroutine_threadsafe(call(*args), self._loop).result()
 
     @property
     def inputs(self) -> InputProcessor:
@@ -83,16 +85,16 @@ class EngineProcesses:
         lora_request: AnyAdapter = None,
     ) -> None:
         """Send a request to an engine. Raises what AsyncLLM.add raises."""
-        self._run(self._begin(self._llm.add(request_id, prompt, params, lora_request)))
+        self._run(self._begin, self._llm.add, request_id, prompt, params, lora_request)
 
     def add_scoring_request(
         self, request_id: str, context: Prompt, continuation: Prompt | None, *, lora_request: AnyAdapter = None
     ) -> None:
         """Send a request that scores tokens to an engine. Raises what AsyncLLM.add_scoring raises."""
-        self._run(self._begin(self._llm.add_scoring(request_id, context, continuation, lora_request)))
+        self._run(self._begin, self._llm.add_scoring, request_id, context, continuation, lora_request)
 
-    async def _begin(self, adding: Coroutine[Any, Any, RequestState]) -> None:
-        request = await adding
+    async def _begin(self, add: Callable[..., Coroutine[Any, Any, RequestState]], *args: Any) -> None:
+        request = await add(*args)
         request_id = request.message.request_id
         self._reading[request_id] = asyncio.create_task(self._read(request))
 
@@ -124,7 +126,7 @@ class EngineProcesses:
                 reading.cancel()
             await self._llm.abort(request_id)
 
-        self._run(abort())
+        self._run(abort)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a request runs, or has an output that `step` will return."""
@@ -152,15 +154,15 @@ class EngineProcesses:
         """Forget all cached prefixes. Returns False while requests run. Raises RequestError if they are to be reset."""
         if reset_running_requests:
             raise RequestError("requests in other processes cannot be reset: wait for them, or abort them")
-        return self._run(self._llm.reset_prefix_cache())
+        return self._run(self._llm.reset_prefix_cache)
 
     def sleep(self) -> None:
         """Give back the memory of weights and KV caches until `wake_up`. Raises RequestError while requests run."""
-        self._run(self._llm.sleep())
+        self._run(self._llm.sleep)
 
     def wake_up(self) -> None:
         """Load the model again. Raises what loading raises."""
-        self._run(self._llm.wake_up())
+        self._run(self._llm.wake_up)
 
     def check_pin(self, prompt: Prompt, lora_request: AnyAdapter) -> None:
         """Raise RequestError: a pinned prefix would have to lie in every engine."""
@@ -183,19 +185,18 @@ class EngineProcesses:
         self._finalizer()
 
 
-def _close(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """End the engines and their event loop, when the EngineProcesses is no longer used or Python ends."""
+def _close(starting: asyncio.Task[AsyncLLM], loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """End the engines, even while they start, and their event loop."""
     try:
-        asyncio.run_coroutine_threadsafe(_shut_down(llm), loop).result()
+        asyncio.run_coroutine_threadsafe(_shut_down(starting), loop).result()
     finally:
-        _end_loop(loop, thread)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
-async def _shut_down(llm: AsyncLLM) -> None:
-    await llm.shutdown()
-
-
-def _end_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+async def _shut_down(starting: asyncio.Task[AsyncLLM]) -> None:
+    starting.cancel()  # which changes nothing once the engines run
+    await asyncio.wait([starting])
+    if not starting.cancelled() and starting.exception() is None:
+        await starting.result().shutdown()

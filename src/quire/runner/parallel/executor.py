@@ -2,7 +2,6 @@
 
 import contextlib
 import socket
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +53,7 @@ class RanksExecutor:
         )
         own = OwnRanks(config, count, launch=launch, patience_s=PATIENCE_S)
         self._links = own.links
-        self._finalizer = weakref.finalize(self, _close, (machines.close, own.links.close), wires)
+        self._finalizer = liveness.Finalizer(self, _close, (machines.close, own.links.close), wires)
         try:
             share = to_bytes(config, kv_cache)
             limit_s = liveness.hang_timeout_s
@@ -93,6 +92,7 @@ class RanksExecutor:
         self._send(message)
 
     def _send(self, message: Message) -> None:
+        self._finalizer.check()
         self._machines.send(message)
         self._links.send(message)
 

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import islice
@@ -73,7 +72,7 @@ class TrialProcess:
     def __init__(self, settings: TrialSettings) -> None:
         self._settings = settings
         self._child: subprocess.Popen[bytes] | None = None
-        self._end: weakref.finalize[..., TrialProcess] | None = None
+        self._end: liveness.Finalizer | None = None
 
     def check(self, params: StructuredOutputsParams) -> str:
         """Return the grammar in the library's format. Raises InvalidParamsError if it is invalid or over the limits.
@@ -132,7 +131,7 @@ class TrialProcess:
         self._child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
         )
-        self._end = weakref.finalize(self, _end_child, self._child)
+        self._end = liveness.Finalizer(self, _end_child, self._child)
         assert self._child.stdin is not None
         self._child.stdin.write(msgspec.json.encode(self._settings) + b"\n")
         return self._child

@@ -1,6 +1,5 @@
 """The engine's process of a pipeline: it has the last stage, so what is drawn needs no way back."""
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +69,7 @@ class PipelineExecutor:
         if nodes is not None:
             sources = [sock for (sock,) in admit(nodes, fingerprint(config.model))]
         links = self._links = StageLinks(boundaries, max_rows, sources)
-        self._finalizer = weakref.finalize(self, links.close)
+        self._finalizer = liveness.Finalizer(self, links.close)
         self.num_in_flight = len(configs)
         self._num_steps = 0
         self._submitted: dict[int, int] = {}  # by the batch's step, the number under which it was sent
@@ -92,12 +91,14 @@ class PipelineExecutor:
 
     def submit(self, batch: Batch) -> None:
         """Let the other stages compute a batch, before `execute` is called with it; batches in the same order."""
+        self._finalizer.check()
         self._num_steps += 1
         self._submitted[batch.step] = self._num_steps
         self._links.send(StageStep(self._num_steps, encode(batch)))
 
     def execute(self, batch: Batch) -> StepResult:
         """As Executor."""
+        self._finalizer.check()
         if batch.step not in self._submitted:
             self.submit(batch)
         message = self._links.states(self._submitted[batch.step])
@@ -110,6 +111,7 @@ class PipelineExecutor:
 
     def load_adapter(self, slot: int, folder: Path, digest: str | None = None) -> None:
         """As Executor, in all stages."""
+        self._finalizer.check()
         self._stage.load_adapter(slot, folder, digest)
         self._links.send(LoadAdapter(slot, folder, digest))
         if failures := self._failures():
@@ -118,6 +120,7 @@ class PipelineExecutor:
 
     def unload_adapter(self, slot: int) -> None:
         """As Executor, in all stages."""
+        self._finalizer.check()
         self._stage.unload_adapter(slot)
         self._links.send(UnloadAdapter(slot))
         if failures := self._failures():
