@@ -10,6 +10,7 @@ import pytest
 import quire
 from quire import EngineArgs, SamplingParams
 from quire.common.arguments.options import FlexibleArgumentParser
+from quire.common.arguments.vllm_arguments import spelt_out, whole_number
 
 FOLDER = Path(quire.__file__).parent / "interfaces" / "compat"
 MODULES = sorted(
@@ -79,6 +80,45 @@ def test_options_of_vllm_are_attributes_if_they_are_given() -> None:
     assert "fully_sharded_loras" not in options
     options.pop("my_option")
     assert EngineArgs(**options) == EngineArgs(model="quire-tiny")
+
+
+def test_options_are_spelt_as_vllm_spells_them() -> None:
+    options = parse(
+        *("-tp", "2", "-O3", "-q=int8", "--max-model-len", "1K", "--max-num-seqs", "2k", "-cc.mode", "3"),
+        *("--speculative_config.method", "ngram", "-sc.num_speculative_tokens=4", "--hf-overrides.rope.kind+", "a,b"),
+    )
+    assert (options["optimization_level"], options["compilation_config"]) == (3, {"mode": 3})
+    args = EngineArgs(**{name: value for name, value in options.items() if name != "my_option"})
+    assert (args.tensor_parallel_size, args.quantization, args.max_num_seqs) == (2, "int8", 2000)
+    assert args.speculative_config == {"method": "ngram", "num_speculative_tokens": 4}
+    assert args.hf_overrides == {"rope": {"kind": ["a", "b"]}}
+    assert args.resolve().model.max_model_len == 1024
+
+
+def test_what_a_program_and_a_separator_keep_for_themselves() -> None:
+    known = {"-n", "--model", "--hf-overrides"}
+    as_it_is = ["-n", "2", "--model=./a.b", "--seen.by", "others", "-1.5", "--", "-tp", "2", "-sc.method", "ngram"]
+    assert spelt_out(as_it_is, known) == as_it_is
+    assert spelt_out(["--hf-overrides.a", "1", "--hf-overrides.a.b", "2", "--", "-tp"], known) == [
+        '--hf-overrides={"a": {"b": 2}}',
+        "--",
+        "-tp",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("16k", 16_000), ("16K", 16_384), ("25.6k", 25_600), ("0.5G", 2**29), ("-1", -1), ("1.0001k", None)]
+    + [(text, None) for text in ("", "k", "1e3", "1kb", "nan", "9" * 5000)],
+)
+def test_numbers_may_have_units(text: str, number: int | None) -> None:
+    assert whole_number(text) == number
+
+
+@pytest.mark.parametrize("length", ["auto", -1, None])
+def test_the_length_may_be_what_fits(length: str | int | None) -> None:
+    assert EngineArgs(max_model_len=length).fits_model_len
+    assert EngineArgs(max_model_len=length).resolve().model.max_model_len == 2048
 
 
 def test_options_become_arguments_without_those_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:

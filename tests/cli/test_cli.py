@@ -3,6 +3,7 @@
 import atexit
 import gc
 import json
+import logging
 import os
 import re
 import shutil
@@ -66,6 +67,7 @@ def test_without_a_command_the_commands_are_asked_for(run: Run) -> None:
             "quire: unknown option '--input-length', did you mean '--input-len'?",
         ),
         (["chat", "a", "b"], "quire: unknown argument 'b'"),
+        (["chat", "--seed", "1.5"], "quire chat: argument --seed: '1.5' is not a whole number, as in 16384, 16k (16,"),
         (["chat", "--max-tokens", "many"], "quire chat: argument --max-tokens: invalid int value: 'many'"),
     ],
 )
@@ -81,6 +83,14 @@ def test_a_wrong_command_line_is_answered_in_one_line(run: Run, arguments: list[
 def test_the_traceback_is_shown_wherever_it_is_asked_for(arguments: list[str]) -> None:
     with pytest.raises(CheckpointError, match="/nowhere"):
         main(arguments)
+
+
+def test_a_plan_says_which_arguments_have_no_effect(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "quire"):
+        status, out, _ = run("plan", "-O3", "--max-model-len", "-1")
+    assert status == 0
+    assert "context     2048 tokens" in out
+    assert "optimization_level (nothing is compiled or recorded ahead of the first request)" in caplog.text
 
 
 @pytest.mark.parametrize(

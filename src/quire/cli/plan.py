@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from quire.cli.arguments.options import add_engine_arguments, add_model_argument, engine_kwargs
 from quire.common.errors import ConfigError
+from quire.common.log import show_messages
 from quire.config.args import EngineArgs
 from quire.config.checkpoint.draft_heads import own_head
 from quire.engine.routing.replicas import replica_args
@@ -49,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
     from quire.models.weights.loader import check_weights  # loads torch
     from quire.runner.memory_plan import plan_memory
 
+    show_messages()
     if options.fleet is None and (options.slo is not None or options.costs is not None or options.plot is not None):
         raise ConfigError("--slo, --costs and --plot are of a fleet: give --fleet TRACE as well")
     if options.fleet is not None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.common.arguments.options import tenant_weights
 from quire.common.errors import ConfigError
+from quire.common.log import show_messages
 from quire.config.kv_cache import FullAttentionSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.scheduler import SchedulerConfig
@@ -84,6 +85,7 @@ def run(options: argparse.Namespace) -> int:
     from quire.interfaces.simulate.plot import check_plot_path, save_plot
     from quire.interfaces.simulate.report import report
 
+    show_messages()
     make_trace, make_engine = _trace(options), _engines(options)
     if options.engines is not None:
         return _run_fleet(options, make_trace, make_engine)

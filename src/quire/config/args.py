@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.common.arguments.options import add_field_arguments
-from quire.common.arguments.vllm_arguments import translate, vllm_arguments
+from quire.common.arguments.vllm_arguments import translate, vllm_arguments, whole_number
 from quire.common.errors import ConfigError, InvalidParamsError, UnsupportedModelError, check_choice
 from quire.common.lora import LoRARequest
 from quire.common.params import LOGPROBS_MODES, LogprobsMode
@@ -120,7 +120,7 @@ class EngineArgs(metaclass=_NamesChecked):
         "when they are needed, if the model does not fit into memory), always, or never (all are copied to memory)",
     )
     max_model_len: int | str | None = arg(
-        None, 'largest length of prompt + output, in tokens; none or "auto": what the model and the cache allow'
+        None, 'largest length of prompt + output, in tokens; none, "auto" or -1: what the model and the cache allow'
     )
     block_size: int = arg(16, "token slots per KV cache block")
     kv_cache_memory: int | str | None = arg(
@@ -364,14 +364,14 @@ class EngineArgs(metaclass=_NamesChecked):
     @property
     def fits_model_len(self) -> bool:
         """Whether max_model_len may be reduced to what fits into the cache, because no number was given."""
-        return self.max_model_len in (None, "auto")
+        return self.max_model_len in (None, "auto", -1)
 
     def _wanted_model_len(self, model: ModelConfig) -> int:
         if self.fits_model_len:
             return model.max_model_len
-        length = self.max_model_len
-        if not isinstance(length, int) or length < 1:
-            raise ConfigError(f'max_model_len={length!r}: must be a number of tokens, or "auto"')
+        length = whole_number(str(self.max_model_len)) or 0
+        if length < 1:
+            raise ConfigError(f'max_model_len={self.max_model_len!r}: must be a number of tokens, or "auto"')
         if length > model.max_context_len:
             raise ConfigError(
                 f"max_model_len={length} is longer than the checkpoint's {model.max_context_len} positions"

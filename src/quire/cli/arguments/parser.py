@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
-from quire.common.arguments.vllm_arguments import take_options
+from quire.common.arguments.vllm_arguments import spelt_out, take_options
 from quire.common.errors import nearest_name
 
 
@@ -27,7 +27,8 @@ class Parser(argparse.ArgumentParser):
 
         Options that only vLLM has are in the attribute `vllm_arguments` of the result.
         """
-        rest = [_hyphenated(argument) for argument in arguments]
+        given = spelt_out(arguments, set(self._known())) if self.takes_vllm_options else arguments
+        rest = [_hyphenated(argument) for argument in given]
         others = take_options(rest, set(self._known())) if self.takes_vllm_options else {}
         options, unknown = self.parse_known_args(rest)
         options.vllm_arguments = others

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from quire.common.arguments.vllm_arguments import take_options
+from quire.common.arguments.vllm_arguments import spelt_out, take_options, whole_number
 
 
 def add_field_arguments(parser: argparse.ArgumentParser, kind: Any, title: str, *, with_defaults: bool = False) -> None:
@@ -36,7 +36,15 @@ def add_field_arguments(parser: argparse.ArgumentParser, kind: Any, title: str, 
 
 
 def _int_or_text(value: str) -> int | str:
-    return int(value) if value.isdecimal() else value
+    return int(value) if value.removeprefix("-").isdecimal() else value
+
+
+def _count(value: str) -> int:
+    number = whole_number(value)
+    if number is None:
+        text = f"{value[:80]!r} is not a whole number, as in 16384, 16k (16,000) or 16K (16,384)"
+        raise argparse.ArgumentTypeError(text)
+    return number
 
 
 def tenant_weights(value: str) -> dict[str, float]:
@@ -65,7 +73,7 @@ def json_object(value: str) -> dict[str, Any] | None:
 
 
 _TYPES: dict[frozenset[str], Any] = {
-    frozenset(["int"]): int,
+    frozenset(["int"]): _count,
     frozenset(["float"]): float,
     frozenset(["str"]): str,
     frozenset(["int", "str"]): _int_or_text,
@@ -77,13 +85,15 @@ _TYPES: dict[frozenset[str], Any] = {
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """vLLM's parser for programs that add the engine's options with EngineArgs.add_cli_args.
 
-    It accepts underscores for hyphens, and the options of vLLM that Quire does not have: these become attributes of the
-    namespace if they are given, and EngineArgs and LLM say what becomes of them.
+    It accepts underscores for hyphens, short options, options of single fields, and the options of vLLM that Quire does
+    not have: these become attributes of the namespace if they are given, and EngineArgs and LLM say what becomes of
+    them.
     """
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse as argparse does."""
-        given = [self._spelt_as_known(text) for text in (sys.argv[1:] if args is None else args)]
+        spelt = spelt_out(sys.argv[1:] if args is None else args, self._option_string_actions)
+        given = [self._spelt_as_known(text) for text in spelt]
         others = take_options(given, self._option_string_actions)
         namespace, rest = super().parse_known_args(given, namespace)
         for name, value in others.items():

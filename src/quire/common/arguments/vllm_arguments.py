@@ -1,9 +1,11 @@
 """What becomes of vLLM's arguments that Quire does not have: vllm_arguments.toml lists them."""
 
 import json
+import re
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +14,7 @@ from quire.common.errors import ConfigError, QuireError, nearest_name
 from quire.common.log import log_early
 
 _FILE = Path(__file__).with_suffix(".toml")
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 Kind = Literal["engine", "server", "sampling", "structured", "beam", "pooling"]
 
 
@@ -103,6 +106,46 @@ def own_format(name: str, value: str) -> str:
         same = [theirs for ours in own for theirs in known[ours]]
         raise ConfigError(f"{name}={value!r}: this format is not supported (available: {', '.join([*own, *same])})")
     return found
+
+
+def whole_number(text: str) -> int | None:
+    """Read an integer, which may have a unit as in vLLM (`16k` is 16,000, `16K` 16,384); None if it is not one."""
+    found = re.fullmatch(r"\s*([+-]?\d{1,40}(?:\.\d{1,40})?)([kmgtKMGT]?)\s*", text)
+    number = Fraction(found[1]) * _UNITS.get(found[2], 1) if found else Fraction(1, 2)
+    return int(number) if number.denominator == 1 else None
+
+
+def spelt_out(arguments: Iterable[str], known: Collection[str]) -> list[str]:
+    """Return a command line with vLLM's short options (`-tp 2`, `-O3`) spelt out, and options of single fields, such as
+    `--speculative-config.method ngram`, joined to one JSON object.
+
+    Options that are `known` remain as they are.
+    """
+    short: dict[str, str] = _tables()["short"]
+    names = {*short.values(), *vllm_arguments("engine"), *vllm_arguments("server")}
+    found, objects = list[str](), dict[str, dict[str, Any]]()
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--":
+            rest = iter([argument, *rest])
+            break
+        option, equals, value = argument.partition("=")
+        if re.fullmatch(r"-O\w+", option) and option not in known:
+            option, equals, value = "-O", "=", option[2:]
+        option, *fields = option.split(".")
+        name = short.get(option, option.removeprefix("--").replace("-", "_"))
+        full = f"--{name.replace('_', '-')}"
+        is_option = option.startswith("--") or (option in short and option not in known)
+        if fields and is_option and (full in known or name in names):
+            inner = objects.setdefault(full, {})
+            *path, last = (field.replace("-", "_") for field in fields)
+            for field in path:
+                inner[field] = inner = inner[field] if isinstance(inner.get(field), dict) else {}
+            text = value if equals else next(rest, "")
+            inner[last.removesuffix("+")] = text.split(",") if last.endswith("+") else _parsed(text)
+        else:
+            found.append(argument if option not in short or not is_option else full + equals + value)
+    return [*found, *(f"{option}={json.dumps(value)}" for option, value in objects.items()), *rest]
 
 
 def take_options(arguments: list[str], known: Collection[str]) -> dict[str, Any]:
