@@ -104,8 +104,15 @@ def test_states_are_kept_by_row() -> None:
 def test_wrong_parameters_and_classes_are_refused(llm: LLM) -> None:
     with pytest.raises(InvalidParamsError, match="first='a' is no token"):
         tokens(llm, [{"first": "a"}])
-    with pytest.raises(ConfigError, match=r"must be subclasses of quire\.v1\.sample\.logits_processor"):
-        LLM("quire-tiny", logits_processors=[lambda ids, logits: logits], **SMALL)  # type: ignore[list-item]
+    wrong: list[Any] = [[lambda ids, logits: logits], lambda ids, logits: logits, 5, {Counting: 1}]
+    for given in wrong:
+        with pytest.raises(ConfigError, match=r"must be subclasses of quire\.v1\.sample\.logits_processor"):
+            LLM("quire-tiny", logits_processors=given, **SMALL)
+
+
+def test_one_class_may_be_given_without_a_list(llm: LLM) -> None:
+    alone = LLM("quire-tiny", logits_processors=Counting, **SMALL)
+    assert tokens(alone, [{"first": 100}]) == tokens(llm, [{"first": 100}])
 
 
 def test_a_function_may_ask_for_the_prompt() -> None:

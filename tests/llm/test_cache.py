@@ -77,6 +77,8 @@ def test_a_sleeping_engine_gives_its_memory_back_and_wakes_up_the_same() -> None
     assert llm.engine.stats().num_used_blocks == 0
     with pytest.raises(RequestError, match="the engine sleeps"):
         llm.generate("What does", params)
+    with pytest.raises(RequestError, match="the engine sleeps"):  # and no list of ignored prompts
+        llm.generate(["What does", "a"], params)
     llm.wake_up()
     llm.wake_up(tags=["weights"])
     after = llm.generate("What does", params)

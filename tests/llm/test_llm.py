@@ -286,11 +286,11 @@ def test_names_and_arguments_of_vllm() -> None:
     params = Params(max_tokens=2, output_kind=RequestOutputKind.DELTA)
     outputs = llm.generate(["a", "b"], params, lora_request=None, priority=[1, 0])
     assert all(isinstance(output, RequestOutput) for output in outputs)
-    assert llm.chat(
-        [{"role": "user", "content": "a"}], params, chat_template_content_format="string", lora_request=None
-    )
+    assert llm.chat([{"role": "user", "content": "a"}], params, chat_template_content_format="string")
     with pytest.raises(InvalidParamsError, match="1 priorities for 2 prompts"):
         llm.generate(["a", "b"], params, priority=[1])
+    with pytest.raises(InvalidParamsError, match=r"priority=1\.5: must be"):
+        llm.generate("a", params, priority=1.5)  # type: ignore[arg-type]
     with pytest.raises(InvalidParamsError, match="lora_request must be a LoRARequest or None, not object"):
         llm.generate("a", params, lora_request=object())
 

@@ -29,7 +29,7 @@ class EngineOwner:
         self,
         model: str | Path | None = None,
         *,
-        logits_processors: Sequence[type[LogitsProcessor]] | None = None,
+        logits_processors: Sequence[type[LogitsProcessor]] | type[LogitsProcessor] | None = None,
         **kwargs: Any,
     ) -> None:
         args = EngineArgs(model=model if model is None else str(model), **kwargs)

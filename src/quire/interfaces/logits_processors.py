@@ -121,7 +121,8 @@ def process_dict_updates(
 class EngineProcessors:
     """The processors of an engine."""
 
-    def __init__(self, kinds: Sequence[type[LogitsProcessor]], config: EngineConfig) -> None:
+    def __init__(self, kinds: Sequence[type[LogitsProcessor]] | type[LogitsProcessor], config: EngineConfig) -> None:
+        kinds = kinds if isinstance(kinds, Sequence) else [kinds]
         for kind in kinds:
             if not isinstance(kind, type) or not issubclass(kind, LogitsProcessor):
                 raise ConfigError(

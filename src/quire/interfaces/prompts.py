@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -32,7 +32,7 @@ def prioritized(params: list[SamplingParams], priority: int | Sequence[int] | No
     """Return the parameters with these priorities. Raises InvalidParamsError if their number is another."""
     if priority is None:
         return params
-    listed = [priority] * len(params) if isinstance(priority, int) else list(priority)
+    listed = list(priority) if isinstance(priority, Iterable) else [priority] * len(params)
     if len(listed) != len(params):
         raise InvalidParamsError(
             f"{len(listed)} priorities for {len(params)} prompts: give one for all, or one for each"

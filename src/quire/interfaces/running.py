@@ -63,7 +63,9 @@ class Run:
 
     def outputs(self, use_tqdm: BarChoice) -> list[RequestOutput]:
         """Run all requests, and return their outputs in the order of the prompts. If this raises, they are aborted.
-        Raises RequestError while another call runs."""
+        Raises RequestError while the engine sleeps, or another call runs."""
+        if self._engine.is_sleeping:
+            raise RequestError("the engine sleeps: call wake_up() first")
         if not self._engine.in_use.acquire(blocking=False):
             raise RequestError(
                 "this LLM is in the middle of another call, of another thread or around a logits processor: use one "
