@@ -95,6 +95,16 @@ def test_options_are_spelt_as_vllm_spells_them() -> None:
     assert args.resolve().model.max_model_len == 1024
 
 
+def test_none_is_written_as_help_and_vllm_write_it() -> None:
+    options = parse("--quantization", "none", "--num-threads", "None", "--memory-limit", "none", "--hf-overrides=None")
+    options.pop("my_option")
+    assert EngineArgs(**options | {"generation_config": "none"}) == EngineArgs(
+        model="quire-tiny", generation_config="none"
+    )
+    with pytest.raises(quire.ConfigError, match="seed='none': must be int"):
+        EngineArgs(seed="none").resolve()
+
+
 def test_what_a_program_and_a_separator_keep_for_themselves() -> None:
     known = {"-n", "--model", "--hf-overrides"}
     as_it_is = ["-n", "2", "--model=./a.b", "--seen.by", "others", "-1.5", "--", "-tp", "2", "-sc.method", "ngram"]

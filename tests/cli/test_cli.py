@@ -67,6 +67,7 @@ def test_without_a_command_the_commands_are_asked_for(run: Run) -> None:
             "quire: unknown option '--input-length', did you mean '--input-len'?",
         ),
         (["chat", "a", "b"], "quire: unknown argument 'b'"),
+        (["chat", "--target-step-ms", "x"], "quire chat: argument --target-step-ms: invalid float value: 'x'"),
         (["chat", "--seed", "1.5"], "quire chat: argument --seed: '1.5' is not a whole number, as in 16384, 16k (16,"),
         (["chat", "--max-tokens", "many"], "quire chat: argument --max-tokens: invalid int value: 'many'"),
     ],

@@ -57,16 +57,18 @@ class EngineConfig:
 
 
 class _NamesChecked(type):
-    """Accepts vLLM's other names where they make no difference, and types that mean the same: a path, a torch dtype."""
+    """Accepts vLLM's other names where they make no difference, and values that mean the same: a path, a torch dtype,
+    the text `none`."""
 
     def __call__(cls, **given: Any) -> Any:
-        own = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        own = {field.name: str(field.type) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         if isinstance(method := given.get("speculative_config"), str) or method is False:  # YAML makes that of `off`
             given["speculative_config"] = {"method": method}
         kept = translate("engine", {name: _plain(value) for name, value in given.items()}, own, ConfigError)
         if isinstance(modules := kept.get("lora_modules"), list | Mapping):
             kept["lora_modules"] = tuple(_listed_modules(modules))
-        return super().__call__(**kept)
+        nones = {name: None for name, value in kept.items() if value in ("none", "None") and "None" in own[name]}
+        return super().__call__(**kept | nones)
 
 
 def _listed_modules(modules: Any) -> Iterator[Any]:

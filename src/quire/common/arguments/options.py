@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from quire.common.arguments.vllm_arguments import spelt_out, take_options, whole_number
@@ -32,7 +33,17 @@ def add_field_arguments(parser: argparse.ArgumentParser, kind: Any, title: str, 
         elif kinds == {"tuple[str, ...]"}:
             group.add_argument(flag, nargs="+", action="extend", metavar=field.name.upper(), **keywords)
         else:
-            group.add_argument(flag, type=_TYPES[frozenset(kinds)], metavar=field.name.upper(), **keywords)
+            parse = _TYPES[frozenset(kinds)]
+            if "None" in str(field.type) and parse is not str:  # a file may have that name
+                parse = partial(_or_none, parse)
+            group.add_argument(flag, type=parse, metavar=field.name.upper(), **keywords)
+
+
+def _or_none(parse: Callable[[str], Any], value: str) -> Any:
+    try:
+        return None if value in ("none", "None") else parse(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"invalid {parse.__name__} value: {value!r}") from error
 
 
 def _int_or_text(value: str) -> int | str:
@@ -59,10 +70,8 @@ def tenant_weights(value: str) -> dict[str, float]:
     return weights
 
 
-def json_object(value: str) -> dict[str, Any] | None:
-    """Parse a JSON object, or `None` as vLLM's default is written; anything else is a command-line error."""
-    if value == "None":
-        return None
+def json_object(value: str) -> dict[str, Any]:
+    """Parse a JSON object; anything else is a command-line error."""
     try:
         parsed = json.loads(value)
     except (ValueError, RecursionError) as error:
