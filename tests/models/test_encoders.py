@@ -1,6 +1,7 @@
 """Encoders and their heads against transformers, and texts that have the same bits among any others."""
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from quire import kernels
+from quire import UnsupportedModelError, kernels
 from quire.common.batch import PooledRows, PoolSpec, ScheduledSequence
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
@@ -58,6 +59,26 @@ def test_hidden_states_are_those_of_transformers(variant: str, save_encoder: Any
         with torch.no_grad():
             expected = oracle(torch.tensor([text])).last_hidden_state[0]
         torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_nomics_own_config_is_read(save_encoder: Any) -> None:
+    """As it was published, before transformers had the model."""
+    folder, oracle = save_encoder("NomicBert", "Model", **ENCODERS["nomic"][1])
+    stated = json.loads((folder / "config.json").read_text())
+    names = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+    names |= {"n_inner": "intermediate_size", "n_positions": "max_position_embeddings"}
+    own = {theirs: stated.pop(name) for theirs, name in names.items()}
+    own |= {"layer_norm_epsilon": stated.pop("layer_norm_eps"), "rotary_emb_fraction": 1.0, "causal": False}
+    own["rotary_emb_base"] = stated.pop("rope_parameters")["rope_theta"]
+    del stated["hidden_act"]
+    (folder / "config.json").write_text(json.dumps(stated | own | {"activation_function": "swiglu"}))
+    (hidden,) = hidden_states(load_model(ModelConfig.resolve(folder)), TEXTS[1:2])
+    with torch.no_grad():
+        expected = oracle(torch.tensor(TEXTS[1:2])).last_hidden_state[0]
+    torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
+    (folder / "config.json").write_text(json.dumps(stated | own | {"prenorm": True}))
+    with pytest.raises(UnsupportedModelError, match="'prenorm' is true: not supported"):
+        load_model(ModelConfig.resolve(folder))
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -19,7 +19,7 @@ _NAMES = {
     "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length", "n_ctx", "model_max_length"),
     "hidden_act": ("activation_function", "hidden_activation", "activation"),
     "layer_norm_eps": ("layer_norm_epsilon", "norm_epsilon", "norm_eps"),
-    "partial_rotary_factor": ("rotary_pct", "rope_pct"),
+    "partial_rotary_factor": ("rotary_pct", "rope_pct", "rotary_emb_fraction"),
     "rope_theta": ("rotary_emb_base",),
 }
 """The name that Quire reads -> what families call it. The first that has a value counts."""

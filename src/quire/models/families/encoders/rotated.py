@@ -3,16 +3,22 @@
 from dataclasses import replace
 from typing import ClassVar
 
+from quire.common.errors import UnsupportedModelError
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig, rope_config
 from quire.models.decoder.shapes import AttentionShape, MLPShape, PositionsShape
 from quire.models.encoder.model import QKV_STACK, Encoder
+from quire.models.encoder.shapes import EncoderShape
 from quire.models.families.encoders.bert import BERT_NAMES
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.rotary import RopeShape
 from quire.models.weights.stacked import Stack
 
 _GATE_STACK = Stack(r"\.up_gate_proj\.weight$", (".up_proj.weight", ".gate_proj.weight"), num_experts=1)
+_OF_GATED = {"swiglu": "silu", "geglu": "gelu"}
+"""Nomic's names of gated MLPs -> those of their activations."""
+_OF_OTHERS = ("prenorm", "parallel_block", "use_rms_norm", "rotary_emb_interleaved", "causal")
+"""Nomic's switches, which are false in all its encoders."""
 
 
 class RotatedEncoder(Encoder):
@@ -57,12 +63,21 @@ class NomicBert(RotatedEncoder):
     )
 
     @classmethod
+    def shape(cls, config: ModelConfig) -> EncoderShape:
+        for key in _OF_OTHERS:
+            if config.hf_config.flag(key, False):
+                raise UnsupportedModelError(f"{config.hf_config.source}: {key!r} is true: not supported")
+        return super().shape(config)
+
+    @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
         return replace(super().attention_shape(hf, layer), qkv_bias=False, o_bias=False)
 
     @classmethod
     def mlp_shape(cls, hf: HFConfig) -> MLPShape:
-        return MLPShape(hf.size("intermediate_size"), activation_kind(hf, "hidden_act", "silu"))
+        stated = hf.text("hidden_act", "silu")
+        named = HFConfig({**hf, "hidden_act": _OF_GATED.get(stated, stated)}, hf.source)
+        return MLPShape(hf.size("intermediate_size"), activation_kind(named, "hidden_act", "silu"))
 
 
 class Gte(RotatedEncoder):
