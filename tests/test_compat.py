@@ -36,7 +36,7 @@ def test_no_module_hides_one_of_quire() -> None:
 
 
 def test_what_programs_import() -> None:
-    from quire.config import VllmConfig
+    from quire.config import PoolerConfig, VllmConfig
     from quire.config.args import EngineConfig
     from quire.interfaces.compat.engine.async_llm_engine import AsyncLLMEngine
     from quire.interfaces.compat.inputs import TextPrompt, TokensPrompt
@@ -44,6 +44,7 @@ def test_what_programs_import() -> None:
 
     assert quire.AsyncLLMEngine is AsyncLLMEngine is quire.AsyncLLM
     assert VllmConfig is EngineConfig
+    assert PoolerConfig(pooling_type="CLS").mode == "first"
     assert TokensPrompt(prompt_token_ids=[1]) == {"prompt_token_ids": [1]}
     assert TextPrompt(prompt="a") == {"prompt": "a"}
     assert {Counter, Gauge, Histogram, Vector} == set(Metric.__subclasses__())

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 
+from quire.common.arguments.options import check_types
 from quire.common.errors import ConfigError, UnsupportedModelError
 from quire.common.lora import LoRARequest
 from quire.config import args as args_module
-from quire.config.args import EngineArgs, arg, check_types
+from quire.config.args import EngineArgs, arg
 from quire.config.cache import CacheConfig
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
@@ -200,12 +201,13 @@ def test_each_argument_of_the_models_files_is_passed_on(monkeypatch):
         "tokenizer": "t", "dtype": "float32", "quantization": "int4", "revision": "r", "gguf_file": "g",
         "download_dir": "d", "hf_overrides": {"a": 1}, "override_generation_config": {"b": 2}, "model_impl": "quire",
         "head_quantization": "int8", "weights_from_file": "never", "runner": "generate", "convert": "none",
+        "pooler_config": {"task": "embed"},
     }  # fmt: skip
     EngineArgs(model="m", **given).resolve()
     EngineArgs().resolve()
     defaults = {
         "dtype": "auto", "hf_overrides": {}, "override_generation_config": {}, "model_impl": "auto",
-        "weights_from_file": "auto", "runner": "auto", "convert": "auto",
+        "weights_from_file": "auto", "runner": "auto", "convert": "auto", "pooler_config": {},
     }  # fmt: skip
     assert calls == [(("m",), given), ((None,), dict.fromkeys(given) | defaults)]
 

@@ -7,9 +7,10 @@ import pytest
 
 from quire.common.errors import CheckpointError, ConfigError
 from quire.config.checkpoint.hf_names import standard_names, stated_values
-from quire.config.checkpoint.runners import MODULES_FILE, find_runner
+from quire.config.checkpoint.runners import MODULES_FILE, PoolerConfig, find_runner
 from quire.config.hf_config import HFConfig, read_json_list
 from quire.config.kv_cache import LatentSpec
+from quire.config.model import ModelConfig
 
 DECODER, ENCODER = "LlamaForCausalLM", "BertModel"
 
@@ -92,3 +93,40 @@ def test_latents_take_one_row_for_each_token() -> None:
     assert spec.with_dtype("bfloat16") == spec
     with pytest.raises(ConfigError, match="int8"):
         spec.with_dtype("int8")
+
+
+@pytest.mark.parametrize(
+    ("given", "mode"),
+    [
+        ({}, None),
+        ({"pooling_type": "CLS"}, "first"),
+        ({"seq_pooling_type": "LAST"}, "last"),
+        ({"pooling_type": "MEAN", "tok_pooling_type": "ALL", "dimensions": None, "max_embed_len": None}, "mean"),
+    ],
+)
+def test_a_way_of_pooling_is_chosen_under_vllms_names(given, mode) -> None:
+    assert PoolerConfig.read(given).mode == mode
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"pooling_type": "STEP"}, r"^pooler_config: pooling_type='STEP' \(allowed: CLS, LAST, MEAN\)"),
+        ({"tok_pooling_type": "STEP"}, "'tok_pooling_type' is not supported"),
+        ({"pooling_typ": "CLS"}, "'pooling_typ' is not supported, did you mean 'pooling_type'"),
+        ({"dimensions": 3}, "'dimensions' is not supported"),
+        ({"task": "embedding"}, "task='embedding', did you mean 'embed'"),
+        ({"use_activation": "no"}, "use_activation='no': must be true or false"),
+        ({"pooling_type": "CLS", "seq_pooling_type": "CLS"}, "give one of them"),
+    ],
+)
+def test_choices_that_quire_does_not_have(given, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        PoolerConfig.read(given)
+
+
+def test_a_model_that_generates_has_no_way_of_pooling() -> None:
+    with pytest.raises(ConfigError, match="pooler_config: LlamaForCausalLM generates; give runner='pooling'"):
+        ModelConfig.resolve(None, pooler_config={"pooling_type": "MEAN"})
+    config = ModelConfig.resolve(None, pooler_config={"pooling_type": "MEAN"}, runner="pooling")
+    assert config.pooler_config == PoolerConfig(pooling_type="MEAN")

@@ -22,6 +22,7 @@ from quire import (
 )
 from quire.common import log
 from quire.common.arguments.vllm_arguments import vllm_arguments
+from quire.config.checkpoint.runners import PoolerConfig
 from quire.config.speculative import SpeculativeConfig
 from quire.server.api.tools.formats import (
     REASONING_FORMATS,
@@ -106,6 +107,10 @@ def test_arguments_that_ask_for_something_else_are_refused(given, said):
 def test_arguments_with_another_name_are_passed_on():
     assert EngineArgs(kv_cache_memory_bytes=2**26).kv_cache_memory == 2**26
     assert EngineArgs(kv_cache_memory_bytes=None).kv_cache_memory is None
+    mean = EngineArgs(override_pooler_config={"pooling_type": "MEAN"}).pooler_config
+    assert mean == {"pooling_type": "MEAN"}
+    chosen = EngineArgs(pooler_config=PoolerConfig(pooling_type="MEAN")).pooler_config
+    assert PoolerConfig.read(chosen or {}) == PoolerConfig(pooling_type="MEAN")
 
 
 def test_paths_and_torch_dtypes_are_taken():

@@ -46,27 +46,32 @@ def words(first: int, count: int) -> str:
 
 @pytest.mark.parametrize("max_tokens", [None, 1, 2, 3, 5, 9, 12, 30])
 @pytest.mark.parametrize("num", [0, 1, 7, 20])
-def test_a_text_keeps_its_first_tokens_and_the_special_ones(
-    tokenizer: Tokenizer, num: int, max_tokens: int | None
+@pytest.mark.parametrize("cuts_start", [False, True])
+def test_a_text_keeps_its_first_or_last_tokens_and_the_special_ones(
+    tokenizer: Tokenizer, num: int, max_tokens: int | None, cuts_start: bool
 ) -> None:
     oracle = backend()
     if max_tokens is not None and max_tokens >= 2:
-        oracle.enable_truncation(max_tokens)
+        oracle.enable_truncation(max_tokens, direction="left" if cuts_start else "right")
     expected = oracle.encode(words(0, num)).ids
-    assert tokenizer.encode_cut(words(0, num), max_tokens) == expected[:max_tokens]
+    assert tokenizer.encode_cut(words(0, num), max_tokens, cuts_start=cuts_start) == expected[:max_tokens]
+    bare = [3 + i for i in range(num)]
+    kept = bare if max_tokens is None else bare[-max_tokens:] if cuts_start else bare[:max_tokens]
+    assert tokenizer.encode_cut(words(0, num), max_tokens, False, cuts_start=cuts_start) == kept
 
 
 @pytest.mark.parametrize("max_tokens", [None, 4, 5, 6, 9, 10, 15, 30])
 @pytest.mark.parametrize(("num_first", "num_second"), [(1, 1), (3, 12), (12, 3), (9, 9), (8, 9), (0, 6)])
+@pytest.mark.parametrize("cuts_start", [False, True])
 def test_the_longer_text_of_a_pair_is_cut_first(
-    tokenizer: Tokenizer, num_first: int, num_second: int, max_tokens: int | None
+    tokenizer: Tokenizer, num_first: int, num_second: int, max_tokens: int | None, cuts_start: bool
 ) -> None:
     oracle = backend()
     if max_tokens is not None:
-        oracle.enable_truncation(max_tokens, strategy="longest_first")
+        oracle.enable_truncation(max_tokens, strategy="longest_first", direction="left" if cuts_start else "right")
     first, second = words(0, num_first), words(20, num_second)
     expected = oracle.encode(first, second)
-    ids, types = tokenizer.encode_pair(first, second, max_tokens)
+    ids, types = tokenizer.encode_pair(first, second, max_tokens, cuts_start=cuts_start)
     assert (ids, types) == (expected.ids, expected.type_ids)
 
 

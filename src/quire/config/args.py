@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quire.common.arguments.options import add_field_arguments
+from quire.common.arguments.options import add_field_arguments, check_types
 from quire.common.arguments.vllm_arguments import translate, vllm_arguments, whole_number
 from quire.common.errors import ConfigError, InvalidParamsError, UnsupportedModelError, check_choice
 from quire.common.lora import LoRARequest
 from quire.common.params import LOGPROBS_MODES, LogprobsMode
 from quire.config.cache import CacheConfig
 from quire.config.checkpoint.draft_heads import verifier_of
+from quire.config.checkpoint.runners import PoolerConfig
 from quire.config.lora import LoRAConfig
 from quire.config.machine import parse_bytes
 from quire.config.model import ModelConfig
@@ -81,6 +81,8 @@ def _listed_modules(modules: Any) -> Iterator[Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, PoolerConfig):
+        return dataclasses.asdict(value)
     return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
 
 
@@ -110,6 +112,9 @@ class EngineArgs(metaclass=_NamesChecked):
     )
     convert: str = arg(
         "auto", "what a generating architecture becomes for pooling: embed, classify, reward or none; auto: embed"
+    )
+    pooler_config: Mapping[str, Any] | None = arg(
+        None, 'how a model that pools makes vectors, as in {"pooling_type": "MEAN"}; none: as its files say'
     )
     dtype: str = arg("auto", "auto, bfloat16 or float32; float16 checkpoints compute in bfloat16")
     quantization: str | None = arg(None, "int8 or int4: quantize the weights while they are loaded; none: do not")
@@ -293,6 +298,7 @@ class EngineArgs(metaclass=_NamesChecked):
             weights_from_file=self.weights_from_file,
             runner=self.runner,
             convert=self.convert,
+            pooler_config=self.pooler_config or {},
         )
         generation = model.generation_config if self._uses_generation_config() else overridden
         return dataclasses.replace(model, max_model_len=self._wanted_model_len(model), generation_config=generation)
@@ -383,18 +389,3 @@ class EngineArgs(metaclass=_NamesChecked):
 
 def _bytes(name: str, given: str | int | None) -> int | None:
     return None if given is None else parse_bytes(name, given)
-
-
-def check_types(args: Any) -> None:
-    """Raise ConfigError if a field of a dataclass has a value of the wrong type."""
-    for f in dataclasses.fields(args):
-        value = getattr(args, f.name)
-        kinds = re.sub(r"Mapping\[str, \w+\]", "dict", str(f.type)).replace("tuple[str, ...]", "texts")
-        allowed = kinds.split(" | ")
-        kind = "None" if value is None else type(value).__name__
-        if isinstance(value, tuple) and all(isinstance(item, str) for item in value):
-            kind = "texts"
-        if kind not in allowed and not (kind == "int" and "float" in allowed):
-            raise ConfigError(f"{f.name}={value!r}: must be {' or '.join(allowed)}, not {kind}")
-        if kind == "int" and abs(value) >= 2**63:
-            raise ConfigError(f"{f.name}={value}: must be a 64-bit integer")

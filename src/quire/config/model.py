@@ -14,7 +14,7 @@ from quire.config.checkpoint.gguf.files import read_gguf
 from quire.config.checkpoint.gguf.hf_values import generation_values, hf_values
 from quire.config.checkpoint.library import implementation
 from quire.config.checkpoint.location import CONFIG_FILE, EMBEDDED_CHECKPOINTS, Location
-from quire.config.checkpoint.runners import find_runner
+from quire.config.checkpoint.runners import AS_FILES_SAY, PoolerConfig, find_runner
 from quire.config.checkpoint.sentence_transformers import read_sentence_config
 from quire.config.hf_config import MAX_SIZE, HFConfig, read_json_object
 from quire.config.parallel import Range
@@ -73,6 +73,8 @@ class ModelConfig:
     """What the model does: `generate`, or `pooling` for embeddings, scores and classes."""
     convert: str = "none"
     """What a generating architecture is converted to for pooling: `embed`, `classify`, `reward`, or `none`."""
+    pooler_config: PoolerConfig = AS_FILES_SAY
+    """How a model that pools makes vectors, where the caller chose it."""
     layers: Range | None = None
     """The layers that a stage of a pipeline has. The first stage also has what is before the layers, and the last one
     what is behind them. None: all."""
@@ -103,6 +105,7 @@ class ModelConfig:
         weights_from_file: str = "auto",
         runner: str = "auto",
         convert: str = "auto",
+        pooler_config: Mapping[str, Any] = MappingProxyType({}),
     ) -> "ModelConfig":
         """Find the checkpoint and read its config.
 
@@ -111,9 +114,9 @@ class ModelConfig:
         pickles; with `org/name:Q4_K_M` or `gguf_file`, that GGUF file alone. `tokenizer` is the same, for the tokenizer
         files alone. The overrides replace values of config.json and generation_config.json. `model_impl` is one of
         MODEL_IMPLS, where `auto` is Quire's own model if there is one; `weights_from_file` one of WEIGHTS_FROM_FILE.
-        `runner` and `convert` are as `find_runner` says. Raises ConfigError for an unknown dtype or quantization,
-        UnsupportedModelError for a checkpoint that another tool quantized, and CheckpointError for a checkpoint that is
-        missing or malformed.
+        `runner` and `convert` are as `find_runner` says; `pooler_config` has fields of PoolerConfig. Raises ConfigError
+        for an unknown dtype or quantization, UnsupportedModelError for a checkpoint that another tool quantized, and
+        CheckpointError for a checkpoint that is missing or malformed.
         """
         check_choice("dtype", dtype, ("auto", *_DTYPES))
         check_quantization(quantization)
@@ -130,6 +133,9 @@ class ModelConfig:
             logger.warning("%s asks for its own code (auto_map): never run, the model of %s is", hf.source, model_impl)
         path = location.complete(path)
         runner, convert = find_runner(architecture, path, runner, convert)
+        pooler = PoolerConfig.read(pooler_config)
+        if runner == "generate" and pooler != AS_FILES_SAY:
+            raise ConfigError(f"pooler_config: {architecture} generates; give runner='pooling' to make it pool")
         generation = (_generation_config(path) if path.is_dir() else generation).replaced(override_generation_config)
         tokenizer_path = path if tokenizer is None else Location(str(tokenizer), None, None, download_dir).tokenizer()
         checkpoint_dtype = _checkpoint_dtype(hf, path)
@@ -159,6 +165,7 @@ class ModelConfig:
             weights_from_file=weights_from_file,
             runner=runner,
             convert=convert,
+            pooler_config=pooler,
         )
 
 

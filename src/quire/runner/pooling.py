@@ -7,11 +7,12 @@ import numpy as np
 from torch import Tensor
 
 from quire.common.batch import Pooled, PooledRows, ScheduledSequence, StepResult
-from quire.common.errors import CheckpointError
+from quire.common.errors import CheckpointError, check_choice
 from quire.common.faults import fault_point
 from quire.common.log import logger
 from quire.common.params import PoolerInfo
 from quire.config.hf_config import HFConfig
+from quire.config.model import ModelConfig
 from quire.models.layers.batch_tensors import BatchTensors
 from quire.models.pooling.pooler import Pooler
 
@@ -66,15 +67,19 @@ def _copied(vectors: Pooled) -> Pooled:
     return copied
 
 
-def pooler_info(pooler: Pooler, hf: HFConfig, max_whole_tokens: int, *, keeps_nothing: bool) -> PoolerInfo:
+def pooler_info(pooler: Pooler, model: ModelConfig, max_whole_tokens: int, *, keeps_nothing: bool) -> PoolerInfo:
     """What the pooler can make, for the checks of requests. `keeps_nothing`: the model's layers have no cache, so that
-    no text can be computed in pieces, whichever of its hidden states the pooler needs."""
+    no text can be computed in pieces, whichever of its hidden states the pooler needs. Raises ConfigError if the caller
+    chose a task that the model does not have."""
+    first = model.pooler_config.task or pooler.tasks[0]
+    check_choice("pooler_config: task", first, pooler.tasks)
     return PoolerInfo(
-        tasks=pooler.tasks,
+        tasks=(first, *(task for task in pooler.tasks if task != first)),
         whole_tasks=tuple([task for task in pooler.tasks if keeps_nothing or pooler.needs_all_rows(task)]),
         max_whole_tokens=max_whole_tokens,
         dimensions=pooler.dimensions,
-        matryoshka=_matryoshka(hf),
+        matryoshka=_matryoshka(model.hf_config),
+        use_activation=model.pooler_config.use_activation,
     )
 
 

@@ -69,7 +69,7 @@ class Worker:
         if isinstance(loaded, PoolingModel):
             longest = kv_cache.max_chunk or model.max_model_len
             nothing = kv_cache.keeps_nothing
-            self.pooler = pooler_info(loaded.pooler, model.hf_config, longest, keeps_nothing=nothing)
+            self.pooler = pooler_info(loaded.pooler, model, longest, keeps_nothing=nothing)
         self.runner = ModelRunner(
             loaded,
             self.cache_engine.layers,

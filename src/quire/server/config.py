@@ -13,9 +13,10 @@ from typing import Any
 
 import yaml
 
+from quire.common.arguments.options import check_types
 from quire.common.arguments.vllm_arguments import formats, own_format, translate, vllm_arguments
 from quire.common.errors import CheckpointError, ConfigError, check_choice, nearest_name
-from quire.config.args import EngineArgs, arg, check_types
+from quire.config.args import EngineArgs, arg
 from quire.config.hf_config import check_file
 from quire.config.machine import parse_bytes
 from quire.server.models.spec import ModelSpec

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from quire.common.arguments.vllm_arguments import spelt_out, take_options, whole_number
+from quire.common.errors import ConfigError
 
 
 def add_field_arguments(parser: argparse.ArgumentParser, kind: Any, title: str, *, with_defaults: bool = False) -> None:
@@ -114,3 +116,18 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         if not option.startswith("--") or option in self._option_string_actions:
             return text
         return option.replace("_", "-") + equals + value
+
+
+def check_types(args: Any) -> None:
+    """Raise ConfigError if a field of a dataclass has a value of the wrong type."""
+    for f in dataclasses.fields(args):
+        value = getattr(args, f.name)
+        kinds = re.sub(r"Mapping\[str, \w+\]", "dict", str(f.type)).replace("tuple[str, ...]", "texts")
+        allowed = kinds.split(" | ")
+        kind = "None" if value is None else type(value).__name__
+        if isinstance(value, tuple) and all(isinstance(item, str) for item in value):
+            kind = "texts"
+        if kind not in allowed and not (kind == "int" and "float" in allowed):
+            raise ConfigError(f"{f.name}={value!r}: must be {' or '.join(allowed)}, not {kind}")
+        if kind == "int" and abs(value) >= 2**63:
+            raise ConfigError(f"{f.name}={value}: must be a 64-bit integer")

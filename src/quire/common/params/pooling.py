@@ -10,6 +10,7 @@ from quire.common.params.sampling import MAX_PRIORITY, MAX_SALT_LEN, MAX_TENANT_
 
 PoolingTask = Literal["embed", "token_embed", "classify", "token_classify", "score"]
 POOLING_TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
+Side = Literal["left", "right"]
 MAX_DIMENSIONS = 2**20
 _EMBED = ("embed", "token_embed")
 
@@ -36,6 +37,9 @@ class PoolingParams(Params, kw_only=True, omit_defaults=True):
     truncate_prompt_tokens: int | None = None
     """Keep this number of tokens of a longer text: its first, with the special tokens at both ends. Of token ids the
     last are kept. -1 for the number that the model takes; None refuses longer texts."""
+    truncation_side: Side | None = None
+    """The end at which a longer text is cut: `left` keeps its last tokens. None: of texts the end that the checkpoint's
+    tokenizer names, which mostly is the right one, and of token ids the left one."""
     cache_salt: str = ""
     """Only requests with the same salt share cached prefixes."""
     priority: int = 0
@@ -53,6 +57,8 @@ class PoolingParams(Params, kw_only=True, omit_defaults=True):
                 check_flag(name, getattr(self, name))
         if (keep := self.truncate_prompt_tokens) is not None and keep != -1:
             check_int("truncate_prompt_tokens", keep, 1, None, "at least 1, -1 for what the model takes, or None")
+        if self.truncation_side not in (None, "left", "right"):
+            raise refuse("truncation_side", self.truncation_side, "left, right, or None for the tokenizer's")
         check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY, f"-{MAX_PRIORITY} to {MAX_PRIORITY}")
         check_text("tenant", self.tenant, MAX_TENANT_LEN)
         check_text("cache_salt", self.cache_salt, MAX_SALT_LEN)
@@ -72,6 +78,8 @@ class PoolerInfo(msgspec.Struct, frozen=True):
     matryoshka: tuple[int, ...] | None = None
     """The smaller numbers of dimensions that may be asked for; none of them: any smaller number. None: no smaller
     number, since the model was not trained for that."""
+    use_activation: bool | None = None
+    """What holds for requests that leave it open; None: what the model was trained with."""
 
     def check_parameters(self, params: PoolingParams, task: PoolingTask) -> None:
         """Raise InvalidParamsError for a parameter that belongs to another task, or that this model does not allow."""

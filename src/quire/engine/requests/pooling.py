@@ -11,6 +11,7 @@ import msgspec
 from quire.common.batch import Pooled, PooledRows, PoolSpec
 from quire.common.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError, RequestError
 from quire.common.params import PoolerInfo, PoolingParams, PoolingTask, SamplingParams
+from quire.text.tokenizer.tokenizer import kept
 
 if TYPE_CHECKING:
     from quire.engine.requests.input_processor import InputProcessor, Prompt
@@ -114,7 +115,10 @@ class PoolingInputs:
             assert text is not None
             token_ids = self.encode(text, params, add_special_tokens)
         elif (keep := self._num_kept(params)) is not None:
-            token_ids, types = token_ids[-keep:], types if types is None else types[-keep:]
+            types = None if types is None else _checked_types(types, len(token_ids), self._num_types)
+            cuts_start = params.truncation_side != "right"
+            token_ids = kept(token_ids, keep, cuts_start=cuts_start)
+            types = None if types is None else kept(types, keep, cuts_start=cuts_start)
         self.check(token_ids, spec)
         types = None if types is None else _checked_types(types, len(token_ids), self._num_types)
         return CheckedPrompt(params, spec, text, token_ids, salt, types)
@@ -122,21 +126,32 @@ class PoolingInputs:
     def encode(self, text: str, params: PoolingParams, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, cut as the parameters say. Other threads run meanwhile. Raises
         PromptTooLongError for a text that cannot fit."""
-        keep = self._num_kept(params)
-        readable = self._inputs.readable(text, keep is not None, keeps_start=True)
-        return self._inputs.tokenizer.encode_cut(readable, keep, add_special_tokens)
+        keep, cuts_start = self._num_kept(params), self._cuts_start(params)
+        readable = self._inputs.readable(text, keep is not None, keeps_start=not cuts_start)
+        return self._inputs.tokenizer.encode_cut(readable, keep, add_special_tokens, cuts_start=cuts_start)
 
     def encode_pair(self, pair: tuple[str, str], params: PoolingParams) -> tuple[list[int], list[int]]:
         """As `encode`, for two texts: token ids and token type ids, which are 0 where the model reads none."""
-        keep = self._num_kept(params)
-        first, second = (self._inputs.readable(text, keep is not None, keeps_start=True) for text in pair)
+        keep, cuts_start = self._num_kept(params), self._cuts_start(params)
+        first, second = (self._inputs.readable(text, keep is not None, keeps_start=not cuts_start) for text in pair)
         tokenizer = self._inputs.tokenizer
-        token_ids, types = tokenizer.encode_pair(first, second, keep)
+        token_ids, types = tokenizer.encode_pair(first, second, keep, cuts_start=cuts_start)
         return token_ids, types if tokenizer.has_token_types and self._num_types > 1 else [0] * len(types)
+
+    def _cuts_start(self, params: PoolingParams) -> bool:
+        """Return whether a text that is too long loses its start."""
+        if params.truncation_side is None:
+            return self._inputs.tokenizer.cuts_start
+        return params.truncation_side == "left"
 
     def _num_kept(self, params: PoolingParams) -> int | None:
         """Return how many tokens of longer texts are kept; None if they are refused."""
-        return self.max_tokens if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+        if params.truncate_prompt_tokens != -1:
+            return params.truncate_prompt_tokens
+        info = self.info
+        assert info is not None, "there is a spec"
+        runs_whole = (params.task or info.tasks[0]) in info.whole_tasks
+        return min(self.max_tokens, info.max_whole_tokens) if runs_whole else self.max_tokens
 
     def check(self, token_ids: list[int], spec: PoolSpec) -> None:
         """Raise RequestError if a text of these tokens cannot run."""
@@ -186,6 +201,8 @@ def _spec(
         raise InvalidParamsError(f"task={task!r}: this model has {', '.join(info.tasks)}")
     params = PoolingParams(task=task, dimensions=dimensions, normalize=normalize, use_activation=use_activation)
     info.check_parameters(params, task)
+    if normalize is None and use_activation is None:
+        use_activation = info.use_activation
     if task in ("embed", "token_embed"):
         return PoolSpec(task, dimensions, use_activation if normalize is None else normalize)
     return PoolSpec(task, activation=use_activation)

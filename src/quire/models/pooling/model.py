@@ -3,12 +3,14 @@
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from quire.common.errors import ConfigError
 from quire.config.checkpoint.sentence_transformers import (
     SentenceModules,
     read_activation,
@@ -129,10 +131,12 @@ def pooled(body: type[Encoder] | type[Decoder], kind: Kind) -> type[PoolingModel
 def _make_pooler(family: type[Encoder] | type[Decoder], kind: Kind, config: ModelConfig) -> Pooler:
     hf, hidden_size = config.hf_config, family.shape(config).hidden_size
     if kind is Kind.TOKEN_EMBED:
+        _check_no_mode(config)
         return EmbeddingPooler(SentenceModules((), (read_token_head(config.path, COLBERT),)), hidden_size)
     if kind in (Kind.EMBED, Kind.MULTI_EMBED):
         is_causal = not any(isinstance(spec, NoCacheSpec) for spec in family.kv_cache_specs(config))
         modules = read_modules(config.path, hidden_size) or SentenceModules(("last" if is_causal else "mean",))
+        modules = _as_chosen(modules, config)
         if modules.num_scores:
             return ScorePooler(modules, hidden_size, _activation(config, kind, modules.num_scores))
         if kind is Kind.EMBED:
@@ -141,9 +145,32 @@ def _make_pooler(family: type[Encoder] | type[Decoder], kind: Kind, config: Mode
         first_ids, last_ids = (hf.token_ids(key) or frozenset() for key in ("bos_token_id", "eos_token_id"))
         return MultiEmbeddingPooler(modules, hidden_size, vectors, weights, first_ids, last_ids)
     head, of_tokens = _HEADS[kind](family, hf), kind is not Kind.CLASSIFY
+    if of_tokens:
+        _check_no_mode(config)
+    elif (mode := config.pooler_config.mode) is not None:
+        head = replace(head, mode=mode)
     out = _answers(family, config, hidden_size) if kind is Kind.CLASSIFY else None
     labels = num_labels(hf, 1 if kind is Kind.REWARD else 2) if out is None else out.size[0]
     return ClassPooler(head, hidden_size, labels, _activation(config, kind, labels), of_tokens=of_tokens, out=out)
+
+
+def _as_chosen(modules: SentenceModules, config: ModelConfig) -> SentenceModules:
+    """The modules, with the way of pooling that the caller chose. Raises ConfigError for those that have another number
+    of them."""
+    mode = config.pooler_config.mode
+    if mode is None:
+        return modules
+    if len(modules.modes) != 1:
+        _check_no_mode(config)
+    return replace(modules, modes=(mode,))
+
+
+def _check_no_mode(config: ModelConfig) -> None:
+    if config.pooler_config.mode is not None:
+        raise ConfigError(
+            f"pooler_config: the vectors of {config.model} are not made of one hidden state each, so there is no "
+            "pooling_type to choose"
+        )
 
 
 def _answers(family: type[Encoder] | type[Decoder], config: ModelConfig, hidden_size: int) -> TokenDense | None:

@@ -10,6 +10,7 @@ import msgspec
 from quire.config.args import EngineConfig
 from quire.config.cache import CacheConfig
 from quire.config.checkpoint.draft_heads import HeadConfig, HeadFormat
+from quire.config.checkpoint.runners import PoolerConfig
 from quire.config.hf_config import HFConfig
 from quire.config.kv_cache import (
     FullAttentionSpec,
@@ -29,8 +30,8 @@ _DATACLASSES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
         EngineConfig, ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig, LoRAConfig, SpeculativeConfig,
-        HeadConfig, HeadFormat, KVCacheConfig, KVCacheGroup, FullAttentionSpec, SlidingWindowSpec, LatentSpec,
-        NoCacheSpec,
+        HeadConfig, HeadFormat, PoolerConfig, KVCacheConfig, KVCacheGroup, FullAttentionSpec, SlidingWindowSpec,
+        LatentSpec, NoCacheSpec,
     )
 }  # fmt: skip
 _OTHERS: dict[str, Callable[..., Any]] = {

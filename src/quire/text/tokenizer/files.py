@@ -42,6 +42,8 @@ class TokenizerFiles:
     """Maps names to Jinja sources; the usual name is `default`."""
     has_token_types: bool = True
     """Whether the model reads which text of a pair a token is of."""
+    cuts_start: bool = False
+    """Whether the model was made for the end of a text that is too long, not for its start."""
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
@@ -51,7 +53,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
         config = _read_config(folder)
         listed = _listed_tokens(folder, config)
         if (folder / _WHOLE).exists():
-            built = Built(_read_whole(folder / _WHOLE))
+            built = _read_whole(folder / _WHOLE)
         else:
             built = _read_vocabulary(folder, config, {i: token for i, value in listed if (token := _content(value))})
         given = {role: token for role in _SPECIAL_TOKENS if (token := _content(config.get(role))) is not None}
@@ -64,7 +66,8 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
         if read_sentence_config(folder).do_lower_case:
             _lower_texts(built.backend)
         templates = _read_chat_templates(folder, config)
-        return TokenizerFiles(built.backend, special_tokens, templates, _has_token_types(config))
+        cuts_start = config.get("truncation_side", built.truncation_side) == "left"
+        return TokenizerFiles(built.backend, special_tokens, templates, _has_token_types(config), cuts_start)
 
 
 def _has_token_types(config: Mapping[str, Any]) -> bool:
@@ -114,13 +117,14 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read_whole(path: Path) -> tokenizers.Tokenizer:
+def _read_whole(path: Path) -> Built:
     with library_errors(f"{path} cannot be read (is it incomplete?)"):
         check_file(path, _MAX_TOKENIZER_BYTES)
         backend = tokenizers.Tokenizer.from_file(str(path))
+    side = (backend.truncation or {}).get("direction", "right")
     backend.no_truncation()
     backend.no_padding()
-    return backend
+    return Built(backend, truncation_side=side)
 
 
 def _read_vocabulary(folder: Path, config: Mapping[str, Any], added: Mapping[int, str]) -> Built:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tokenizers
 
@@ -18,6 +18,8 @@ from quire.text.tokenizer.token_decoder import TextStream, TokenDecoder
 
 if TYPE_CHECKING:
     from quire.text.chat_template.template import ChatTemplate
+
+_Ids = TypeVar("_Ids", list[int], tuple[int, ...])
 
 
 class Tokenizer:
@@ -34,6 +36,8 @@ class Tokenizer:
         """Maps the names of the checkpoint's chat templates to Jinja sources; the usual name is `default`."""
         self.has_token_types = files.has_token_types
         """Whether the model reads which text of a pair a token is of."""
+        self.cuts_start = files.cuts_start
+        """Whether a text that is too long for a model that pools loses its start, not its end."""
         self.eos_token_id = self._special_id("eos_token")
         self.bos_token_id = self._special_id("bos_token")
         self.pad_token_id = self._special_id("pad_token")
@@ -71,7 +75,8 @@ class Tokenizer:
         found = given.chat_template
         templates = found if isinstance(found, dict) else {} if found is None else {"default": found}
         has_token_types = "token_type_ids" in given.model_input_names
-        return cls(TokenizerFiles(backend, special, templates, has_token_types), str(given.name_or_path))
+        files = TokenizerFiles(backend, special, templates, has_token_types, given.truncation_side == "left")
+        return cls(files, str(given.name_or_path))
 
     @cached_property
     def vocab_size(self) -> int:
@@ -121,14 +126,17 @@ class Tokenizer:
             except TypeError as error:
                 raise InvalidPromptError(f"the text is not valid Unicode: {text[:40]!r}") from error
 
-    def encode_cut(self, text: str, max_tokens: int | None, add_special_tokens: bool = True) -> list[int]:
-        """As `encode`, while other threads run. Of a longer text the first tokens are kept, `max_tokens` with the
-        special ones, which stay; None keeps all."""
+    def encode_cut(
+        self, text: str, max_tokens: int | None, add_special_tokens: bool = True, *, cuts_start: bool = False
+    ) -> list[int]:
+        """As `encode`, while other threads run. Of a longer text the first tokens are kept, or the last if it
+        `cuts_start`: `max_tokens` with the special ones, which stay. None keeps all."""
         if max_tokens is None or not add_special_tokens:
-            return list(self._encoded(text, add_special_tokens).ids)[:max_tokens]
-        found = self._encoded(text, False)
-        found.truncate(max(0, max_tokens - self._backend.num_special_tokens_to_add(False)))
-        return list(self._backend.post_process(found).ids)[:max_tokens]
+            return kept(list(self._encoded(text, add_special_tokens).ids), max_tokens, cuts_start=cuts_start)
+        found, side = self._encoded(text, False), "left" if cuts_start else "right"
+        found.truncate(max(0, max_tokens - self._backend.num_special_tokens_to_add(False)), direction=side)
+        token_ids: list[int] = self._backend.post_process(found).ids
+        return token_ids[:max_tokens]
 
     def cut(self, text: str, max_tokens: int) -> str:
         """Return the beginning of a text that has its first `max_tokens` tokens, and no part of a character. Other
@@ -136,19 +144,22 @@ class Tokenizer:
         found = self._encoded(text, False, with_offsets=True).offsets
         return text if len(found) <= max_tokens else text[: min(found[max_tokens - 1][1], found[max_tokens][0])]
 
-    def encode_pair(self, first: str, second: str, max_tokens: int | None) -> tuple[list[int], list[int]]:
+    def encode_pair(
+        self, first: str, second: str, max_tokens: int | None, *, cuts_start: bool = False
+    ) -> tuple[list[int], list[int]]:
         """Return token ids and token type ids of two texts, joined by the checkpoint's template of pairs, such as
-        `[CLS] a [SEP] b [SEP]`. If they have more than `max_tokens`, tokens are removed from the end of the longer
-        text, and of both once they are as long as each other."""
+        `[CLS] a [SEP] b [SEP]`. If they have more than `max_tokens`, tokens are removed from the end of the longer text
+        (from its start if this `cuts_start`), and of both once they are as long as each other."""
         if max_tokens is None:
             found = self._encoded((first, second), True)
             return list(found.ids), list(found.type_ids)
         parts = self._encoded(first, False).ids, self._encoded(second, False).ids
         room = max(0, max_tokens - self._backend.num_special_tokens_to_add(True))
-        kept = [part[:num] for part, num in zip(parts, _kept(len(parts[0]), len(parts[1]), room), strict=True)]
+        nums = _nums_kept(len(parts[0]), len(parts[1]), room)
+        texts = [kept(part, num, cuts_start=cuts_start) for part, num in zip(parts, nums, strict=True)]
         token_ids, types = list[int](), list[int]()
         for place, token_id, kind in self._pair_template:
-            part = [token_id] if place is None else kept[place]
+            part = [token_id] if place is None else texts[place]
             token_ids += part
             types += [kind] * len(part)
         return token_ids[:max_tokens], types[:max_tokens]
@@ -260,7 +271,14 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
 
-def _kept(num_first: int, num_second: int, room: int) -> tuple[int, int]:
+def kept(token_ids: _Ids, num: int | None, *, cuts_start: bool) -> _Ids:
+    """The first tokens, or the last if this `cuts_start`: at most `num`, or all for None."""
+    if num is None:
+        return token_ids
+    return token_ids[max(0, len(token_ids) - num) :] if cuts_start else token_ids[:num]
+
+
+def _nums_kept(num_first: int, num_second: int, room: int) -> tuple[int, int]:
     """Return how many tokens are kept of each of two texts, which may have `room` in all."""
     if num_first + num_second <= room:
         return num_first, num_second

@@ -22,6 +22,8 @@ class Built:
     """Maps roles to tokens, such as `eos_token` to `</s>`."""
     adds_bos: bool = False
     """Whether a text begins with the BOS token unless `add_bos_token` says otherwise."""
+    truncation_side: str = "right"
+    """The end at which texts are cut, unless `truncation_side` says otherwise."""
 
 
 def merges_by_rank(ids: Mapping[str, int], ranks: Mapping[str, float]) -> list[tuple[str, str]]:
