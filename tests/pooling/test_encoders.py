@@ -151,6 +151,24 @@ def test_a_text_is_as_long_as_the_tokenizer_says_where_the_model_does_not(limit,
         assert len(llm.embed(TEXTS[2], **cut)[0].prompt_token_ids) == 6
 
 
+@pytest.mark.parametrize("side", ["left", "right", None])
+def test_a_text_is_cut_where_the_tokenizer_says(side: str | None, tmp_path: Path) -> None:
+    save(tmp_path, "BertForSequenceClassification", BERT | {"num_labels": 1})
+    named = {} if side is None else {"truncation_side": side}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer", **named} | SPECIAL))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    cut = {"truncation": True, "max_length": 6}
+    assert Tokenizer.of(theirs).cuts_start is Tokenizer.from_path(tmp_path).cuts_start is (side == "left")
+    with run(tmp_path) as llm:
+        (alone,) = llm.classify(TEXTS[2], tokenization_kwargs=cut, use_tqdm=False)
+        assert alone.prompt_token_ids == theirs(TEXTS[2], **cut).input_ids
+        (pair,) = llm.score(TEXTS[0], TEXTS[2], tokenization_kwargs=cut, use_tqdm=False)
+        assert pair.prompt_token_ids == theirs(TEXTS[0], TEXTS[2], **cut).input_ids
+        (other,) = llm.classify(TEXTS[2], tokenization_kwargs=cut | {"truncation_side": "left"}, use_tqdm=False)
+        theirs.truncation_side = "left"
+        assert other.prompt_token_ids == theirs(TEXTS[2], **cut).input_ids
+
+
 @pytest.mark.parametrize(
     "config",
     [

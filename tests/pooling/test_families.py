@@ -113,6 +113,12 @@ def test_colbert_gives_a_vector_of_each_token(tmp_path: Path) -> None:
         for text, output in zip(TEXTS, llm.encode(TEXTS, use_tqdm=False), strict=True):
             expected = normalize(linear(oracle(ids_of(text)).last_hidden_state[0]), dim=1)
             np.testing.assert_allclose(output.outputs.data, expected, atol=1e-4)
+        vectors = [normalize(linear(oracle(ids_of(text)).last_hidden_state[0]), dim=1) for text in TEXTS]
+        scores = llm.score(TEXTS[0], TEXTS, use_tqdm=False)
+        for other, output in zip(vectors, scores, strict=True):
+            expected_score = (vectors[0] @ other.T).amax(1).sum()
+            assert output.outputs.score == pytest.approx(float(expected_score), abs=1e-4)
+        assert scores[0].outputs.score == pytest.approx(len(vectors[0]), abs=1e-4)
     with (
         pytest.raises(CheckpointError, match=r"has no matrix linear\.weight"),
         run(save_beside(tmp_path), hf_overrides={"architectures": ["HF_ColBERT"]}),

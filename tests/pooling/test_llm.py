@@ -136,6 +136,47 @@ def test_a_longer_text_is_refused_or_cut(encoder: LLM) -> None:
     assert ids.prompt_token_ids == whole[-5:], "of token ids the last are kept, as in vLLM"
 
 
+def test_vllms_arguments_for_the_tokenizer_are_read(encoder: LLM) -> None:
+    text = "word " * 100
+    whole = encoder.engine.tokenizer.encode(text)
+
+    def kept(**arguments: Any) -> list[int]:
+        return encoder.embed(text, tokenization_kwargs=arguments, use_tqdm=False)[0].prompt_token_ids
+
+    assert kept(truncate_prompt_tokens=5, padding=False) == whole[:5]
+    assert kept(truncation=True, max_length=6) == whole[:6]
+    assert kept(truncation="longest_first") == kept(truncate_prompt_tokens=-1) == whole[:48]
+    bare = encoder.engine.tokenizer.encode("a b", add_special_tokens=False)
+    for call in (encoder.embed, encoder.classify, encoder.encode, encoder.reward):
+        (output,) = call("a b", tokenization_kwargs={"add_special_tokens": False}, use_tqdm=False)
+        assert output.prompt_token_ids == bare
+    (pair,) = encoder.score("a", "b", tokenization_kwargs={"truncate_prompt_tokens": 2}, use_tqdm=False)
+    assert len(pair.prompt_token_ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"padding": "max_length"}, "padding is not supported"),
+        ({"max_length": 5}, "max_length is not supported"),
+        ({"stride": 3}, "stride is not supported"),
+        ({"truncation": "only_first"}, "truncation is not supported"),
+        ({"add_special_tokens": 1}, "add_special_tokens=1: must be True or False"),
+        ({"truncation_side": "middle"}, "truncation_side='middle': must be left, right"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0"),
+        ("longest_first", "tokenization_kwargs must be a dict, not str"),
+    ],
+)
+def test_arguments_for_the_tokenizer_that_would_be_ignored_are_refused(encoder: LLM, given: Any, said: str) -> None:
+    with pytest.raises(InvalidParamsError, match=said):
+        encoder.embed("a", tokenization_kwargs=given, use_tqdm=False)
+
+
+def test_the_texts_of_a_pair_are_always_separated(encoder: LLM) -> None:
+    with pytest.raises(InvalidParamsError, match="add_special_tokens=False: they separate the texts of a pair"):
+        encoder.score("a", "b", tokenization_kwargs={"add_special_tokens": False})
+
+
 def test_wrong_texts_fail_alone_in_a_list(encoder: LLM) -> None:
     vocab_size = encoder.engine.model_config.vocab_size
     texts = ["fine", {"prompt_token_ids": [vocab_size]}, {"prompt_token_ids": []}, "a\ud800", 7, "fine"]
@@ -226,10 +267,12 @@ def test_a_template_joins_pairs_as_query_and_document(encoder: LLM, monkeypatch:
         encoder.score("one", "two", chat_template=TEMPLATE)
 
 
-@pytest.mark.parametrize("types", [[0], [0, 1, 0, 0], [0, -1], [0, 2], [0, 2**15], "ab", [0, True]])
+@pytest.mark.parametrize("types", [[0], [0, 1, 0, 0], [0, -1], [0, 2], [0, 2**15], "ab", [0, True], 5])
 def test_token_types_must_fit_the_tokens(encoder: LLM, types: object) -> None:
     with pytest.raises(InvalidPromptError, match="token_type_ids"):
         encoder.embed({"prompt_token_ids": [1, 2], "token_type_ids": types})
+    with pytest.raises(InvalidPromptError, match="token_type_ids"):
+        encoder.embed({"prompt_token_ids": [1, 2], "token_type_ids": types}, truncate_prompt_tokens=1)
 
 
 def test_token_types_reach_the_model(encoder: LLM) -> None:

@@ -132,7 +132,7 @@ def test_pooling_of_all_rows_takes_nothing_from_the_cache(
             assert [len(s.token_ids) for batch in seen for s in batch.sequences] == [len(INSTRUCTION)]
 
 
-def test_a_text_that_must_run_whole_and_exceeds_the_step_is_refused() -> None:
+def test_a_text_that_must_run_whole_and_exceeds_the_step_is_refused_or_cut() -> None:
     with made_llm(TinyEmbedder, max_num_batched_tokens=16) as llm:
         (fine,) = llm.encode([[9] * 16], pooling_task="classify", use_tqdm=False)
         assert fine.error is None
@@ -143,6 +143,9 @@ def test_a_text_that_must_run_whole_and_exceeds_the_step_is_refused() -> None:
         with pytest.raises(PromptTooLongError, match=f"prompt 1: {why}"):
             llm.encode([[9] * 16, [9] * 17], pooling_task="classify", use_tqdm=False)
         assert llm.embed([[9] * 17], use_tqdm=False)[0].error is None
+        for task, num_kept in (("classify", 16), ("embed", 17)):
+            (cut,) = llm.encode([[9] * 17], pooling_task=task, truncate_prompt_tokens=-1, use_tqdm=False)
+            assert len(cut.prompt_token_ids) == num_kept
 
 
 def test_preemption_and_full_caches_change_no_bit(embedder: LLM, mean_embedder: LLM) -> None:

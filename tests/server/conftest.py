@@ -48,3 +48,14 @@ def say() -> Iterator[Say]:
     for server in servers:
         if server.state.responses is not None:
             server.state.responses.store.close()
+
+
+@pytest.fixture(scope="session")
+def embedder_engine() -> LLMEngine:
+    return LLMEngine.from_args(EngineArgs(runner="pooling", num_gpu_blocks_override=64, max_model_len=128))
+
+
+@pytest.fixture
+def embedder(embedder_engine: LLMEngine) -> Server:
+    """Over the embedded checkpoint, which pools."""
+    return serve(embedder_engine)

@@ -7,65 +7,20 @@ import numpy as np
 import pytest
 import torch
 
-from quire import LLM, EngineArgs, LLMEngine
-from quire.common.batch import Batch, StepResult
-from quire.common.params import PoolerInfo
-from quire.runner.memory_plan import plan_memory
+from quire import LLM, LLMEngine
 from quire.server.api.pooling.run import MAX_TEXTS
 from quire.server.config import ServerArgs
 from quire.text.tokenizer.tokenizer import Tokenizer
-from tests.server.in_process import Server, serve, tokenizer_of
+from tests.server.in_process import serve, tokenizer_of
+from tests.server.poolers import CountingExecutor, LastTokenExecutor, counting
 
 PATH = "/v1/embeddings"
 TEXTS = ["json.dumps", "os.replace renames a file", "the sum of a list"]
 
 
-@pytest.fixture(scope="module")
-def embedder_engine() -> LLMEngine:
-    return LLMEngine.from_args(EngineArgs(runner="pooling", num_gpu_blocks_override=64, max_model_len=128))
-
-
-@pytest.fixture
-def embedder(embedder_engine: LLMEngine) -> Server:
-    return serve(embedder_engine)
-
-
 @pytest.fixture
 def expected(embedder_engine: LLMEngine) -> list[list[float]]:
     return [output.outputs.embedding for output in LLM.from_engine(embedder_engine).embed(TEXTS, use_tqdm=False)]
-
-
-class CountingExecutor:
-    """Makes of each text the number of its tokens, and of a token type above 0 a half."""
-
-    def __init__(self, *tasks: str) -> None:
-        self.pooler = PoolerInfo(tasks=tasks, whole_tasks=tasks, max_whole_tokens=64)
-
-    def execute(self, batch: Batch) -> StepResult:
-        return StepResult(
-            (), pooled={i: np.array(self.of(s), np.float32) for i, s in enumerate(batch.sequences) if s.pooled}
-        )
-
-    def of(self, sequence) -> list[float]:
-        return [float(len(sequence.token_ids)), float(sequence.token_ids[-1])]
-
-    def load_adapter(self, slot, folder, digest=None) -> None: ...
-
-    def unload_adapter(self, slot) -> None: ...
-
-
-class LastTokenExecutor(CountingExecutor):
-    """Scores a pair by the id of its last token."""
-
-    def of(self, sequence) -> list[float]:
-        return [float(sequence.token_ids[-1])]
-
-
-def counting(executor: CountingExecutor, **overrides) -> Server:
-    plan = plan_memory(
-        EngineArgs(runner="pooling", max_model_len=64, num_gpu_blocks_override=16, hf_overrides=overrides)
-    )
-    return serve(LLMEngine(plan, executor, Tokenizer.from_path(plan.config.model.tokenizer_path)))
 
 
 def test_embeddings_have_openai_s_shape(embedder, expected):
@@ -140,7 +95,7 @@ def test_inputs_of_every_kind(embedder, expected):
 
 def test_a_conversation_is_rendered(embedder):
     messages = [{"role": "user", "content": "hello"}]
-    text = tokenizer_of(embedder).apply_chat_template(messages)
+    text = tokenizer_of(embedder).apply_chat_template(messages, add_generation_prompt=False)
     told = embedder.post(PATH, {"messages": messages}).json
     assert told["usage"]["prompt_tokens"] == len(tokenizer_of(embedder).encode(text, add_special_tokens=False))
     long = [{"role": "user", "content": "b " * 500}]

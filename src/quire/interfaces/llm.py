@@ -24,7 +24,16 @@ from quire.engine.adapters import AnyAdapter
 from quire.engine.requests.input_processor import Prompt
 from quire.engine.requests.pooling import CANNOT_POOL
 from quire.interfaces.engine_owner import EngineOwner
-from quire.interfaces.pooling import CLASSES, EMBEDDINGS, SCORES, VECTORS, ScoredPairs, pooling_output, pooling_params
+from quire.interfaces.pooling import (
+    CLASSES,
+    EMBEDDINGS,
+    SCORES,
+    VECTORS,
+    ScoredPairs,
+    pooling_output,
+    pooling_params,
+    tokenization,
+)
 from quire.interfaces.prompts import (
     adapters_of,
     beam_search_output,
@@ -198,14 +207,16 @@ class LLM(EngineOwner):
         truncate_prompt_tokens: int | None = None,
         use_tqdm: BarChoice = True,
         lora_request: AnyAdapter | Sequence[AnyAdapter] = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pool one text or each of a list, as `pooling_task` says, and return the outputs in the order of the texts.
 
         Prompts and errors are as for `generate`, but a prompt that is too long raises before any is computed.
-        `pooling_task` and `truncate_prompt_tokens` replace parameters.
+        `pooling_task` and `truncate_prompt_tokens` replace parameters. vLLM's `tokenization_kwargs` may have
+        `truncate_prompt_tokens`, `truncation_side`, `truncation` with `max_length`, and `add_special_tokens`.
         """
-        task, keep = pooling_task, truncate_prompt_tokens
-        return self._pool(VECTORS, prompts, pooling_params, task, keep, use_tqdm, lora_request)
+        cut = tokenization(tokenization_kwargs, truncate_prompt_tokens)
+        return self._pool(VECTORS, prompts, pooling_params, pooling_task, cut, use_tqdm, lora_request)
 
     def embed(
         self,
@@ -215,9 +226,11 @@ class LLM(EngineOwner):
         use_tqdm: BarChoice = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: AnyAdapter | Sequence[AnyAdapter] = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of each text: `encode` with the task `embed`."""
-        return self._pool(EMBEDDINGS, prompts, pooling_params, "embed", truncate_prompt_tokens, use_tqdm, lora_request)
+        cut = tokenization(tokenization_kwargs, truncate_prompt_tokens)
+        return self._pool(EMBEDDINGS, prompts, pooling_params, "embed", cut, use_tqdm, lora_request)
 
     def classify(
         self,
@@ -226,9 +239,11 @@ class LLM(EngineOwner):
         use_tqdm: BarChoice = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: AnyAdapter | Sequence[AnyAdapter] = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """Return the probabilities of each text's classes: `encode` with the task `classify`."""
-        return self._pool(CLASSES, prompts, pooling_params, "classify", None, use_tqdm, lora_request)
+        cut = tokenization(tokenization_kwargs, None)
+        return self._pool(CLASSES, prompts, pooling_params, "classify", cut, use_tqdm, lora_request)
 
     def reward(
         self,
@@ -238,10 +253,12 @@ class LLM(EngineOwner):
         use_tqdm: BarChoice = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: AnyAdapter | Sequence[AnyAdapter] = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return a reward model's values: of each token if it has the task `token_classify`, otherwise of each text."""
         task: PoolingTask = "token_classify" if "token_classify" in self._pooler().tasks else "classify"
-        return self._pool(VECTORS, prompts, pooling_params, task, truncate_prompt_tokens, use_tqdm, lora_request)
+        cut = tokenization(tokenization_kwargs, truncate_prompt_tokens)
+        return self._pool(VECTORS, prompts, pooling_params, task, cut, use_tqdm, lora_request)
 
     def score(
         self,
@@ -253,20 +270,27 @@ class LLM(EngineOwner):
         pooling_params: PoolingParams | None = None,
         lora_request: AnyAdapter | Sequence[AnyAdapter] = None,
         chat_template: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ScoringRequestOutput]:
         """Return how well texts fit together: one text with each of `data_2`, or each with its own.
 
         A cross-encoder reads both texts at once, joined by the tokenizer, or by `chat_template` as messages of a
-        `query` and a `document`. With an embedder the score is the cosine of their embeddings.
+        `query` and a `document`. With an embedder the score is the cosine of their embeddings, and with a model that
+        has vectors of tokens alone (ColBERT) the sum, over those of the first text, of the largest product with one of
+        the second.
         """
-        pairs = ScoredPairs.of(data_1, data_2)
-        if "score" in self._pooler().tasks:
+        pairs, tasks = ScoredPairs.of(data_1, data_2), self._pooler().tasks
+        cut = tokenization(tokenization_kwargs, truncate_prompt_tokens)
+        if "score" in tasks:
+            if chat_template is None and not cut[1]:
+                raise InvalidParamsError("add_special_tokens=False: they separate the texts of a pair")
             prompts = pairs.joined(self._engine.tokenizer, chat_template)
-            return self._pool(SCORES, prompts, pooling_params, "score", truncate_prompt_tokens, use_tqdm, lora_request)
+            return self._pool(SCORES, prompts, pooling_params, "score", cut, use_tqdm, lora_request)
         if chat_template is not None:
             raise InvalidParamsError("chat_template is for models that read both texts of a pair, and this one embeds")
-        texts, keep = [*pairs.firsts, *pairs.seconds], truncate_prompt_tokens
-        return pairs.by_cosine(self._pool(EMBEDDINGS, texts, pooling_params, "embed", keep, use_tqdm, lora_request))
+        task: PoolingTask = "token_embed" if "token_embed" in tasks and "embed" not in tasks else "embed"
+        texts = [*pairs.firsts, *pairs.seconds]
+        return pairs.by_likeness(self._pool(VECTORS, texts, pooling_params, task, cut, use_tqdm, lora_request))
 
     def _pooler(self) -> PoolerInfo:
         """Return what the model can pool. Raises RequestError if it generates."""
@@ -280,15 +304,24 @@ class LLM(EngineOwner):
         prompts: Any,
         params: PoolingParams | Sequence[PoolingParams] | None,
         task: PoolingTask | None,
-        keep: int | None,
+        cut: tuple[Mapping[str, Any], bool],
         use_tqdm: BarChoice,
         lora_request: AnyAdapter | Sequence[AnyAdapter],
     ) -> list[_Pooled]:
-        """Run pooling requests; the task and `keep`, a truncate_prompt_tokens, replace parameters if not None."""
+        """Run pooling requests; the task and what `tokenization` returned replace parameters if not None."""
         self._pooler()
         listed, alone = listed_prompts(prompts)
-        wanted, adapters = pooling_params(params, task, keep, len(listed)), adapters_of(lora_request, len(listed))
-        pooled = run_pooling(self._engine, self._request_ids, listed, wanted, adapters, alone=alone, use_tqdm=use_tqdm)
+        wanted, adapters = pooling_params(params, task, cut[0], len(listed)), adapters_of(lora_request, len(listed))
+        pooled = run_pooling(
+            self._engine,
+            self._request_ids,
+            listed,
+            wanted,
+            adapters,
+            alone=alone,
+            use_tqdm=use_tqdm,
+            add_special_tokens=cut[1],
+        )
         return [pooling_output(output, *kind) for output in pooled]
 
     def pin_prefix(self, prompt: Prompt, *, lora_request: AnyAdapter = None) -> PinnedPrefix:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from quire.common.errors import (
@@ -29,6 +30,7 @@ from quire.common.outputs import (
     ScoringRequestOutput,
 )
 from quire.common.params import PoolingParams, PoolingTask
+from quire.common.params.checks import check_flag
 from quire.engine.requests.input_processor import Prompt
 from quire.engine.requests.pooling import CheckedPrompt, PoolingInputs
 from quire.text.tokenizer.tokenizer import Tokenizer
@@ -39,6 +41,9 @@ _EXPANSION = 18
 """The most characters that Unicode normalization makes of one (NFKC of U+FDFA)."""
 _SPECIAL_TOKENS = 8
 """More than a tokenizer's template adds to a text or a pair."""
+_ROWS = 256
+"""Vectors of tokens that are multiplied at a time, so that little memory is needed."""
+Numbers: TypeAlias = npt.NDArray[np.float32]
 Pair: TypeAlias = tuple[str, str]
 """Two texts that are scored together."""
 Tokenized: TypeAlias = CheckedPrompt | RequestError | RequestFailedError
@@ -51,6 +56,7 @@ SCORES = ScoringRequestOutput, ScoringOutput
 """What callers know the outputs of requests as: the class of a request's output, and that of the vector in it."""
 
 _Request = TypeVar("_Request", bound=PoolingRequestOutput[Any])
+_Made = TypeVar("_Made")
 
 
 def check_pooling_params(params: Any) -> PoolingParams:
@@ -145,12 +151,28 @@ class ScoredPairs:
         given = {**(variables or {}), "chat_template": chat_template, "add_generation_prompt": False}
         return [tokenizer.apply_chat_template(messages, **given) for messages in made]
 
-    def by_cosine(self, outputs: list[EmbeddingRequestOutput]) -> list[ScoringRequestOutput]:
-        """Return the scores of the pairs from the embeddings of `firsts` and then `seconds`: the cosines of their
-        angles."""
-        firsts, seconds = outputs[: len(self.firsts)], outputs[len(self.firsts) :]
-        pairs = zip(firsts * (len(seconds) if len(firsts) == 1 else 1), seconds, strict=True)
-        return [_cosine_output(first, second) for first, second in pairs]
+    def by_likeness(self, outputs: Sequence[PoolingRequestOutput[Any]]) -> list[ScoringRequestOutput]:
+        """Return the scores of the pairs from the vectors of `firsts` and then `seconds`: how alike they are."""
+        return [_likeness_output(first, second) for first, second in self._paired(outputs)]
+
+    def likenesses(self, vectors: Sequence[Numbers]) -> list[float]:
+        """As `by_likeness`, of the vectors alone."""
+        return [likeness(first, second) for first, second in self._paired(vectors)]
+
+    def _paired(self, made: Sequence[_Made]) -> Iterator[tuple[_Made, _Made]]:
+        firsts, seconds = list(made[: len(self.firsts)]), made[len(self.firsts) :]
+        return zip(firsts * (len(seconds) if len(firsts) == 1 else 1), seconds, strict=True)
+
+
+def likeness(first: Numbers, second: Numbers) -> float:
+    """How alike two texts are: the cosine of their embeddings. Of vectors of tokens, the sum over those of the first
+    text of the largest product with one of the second (MaxSim, Khattab and Zaharia 2020)."""
+    if first.ndim == 2:
+        pieces = [first[start : start + _ROWS] for start in range(0, len(first), _ROWS)]
+        return float(sum([(rows @ second.T).max(axis=1).sum(dtype=np.float64) for rows in pieces]))
+    a, b = first.astype(np.float64), second.astype(np.float64)
+    norm = np.sqrt(a @ a) * np.sqrt(b @ b)
+    return float(a @ b / norm) if norm else 0.0
 
 
 def _listed_texts(name: str, data: Any) -> list[str]:
@@ -160,20 +182,17 @@ def _listed_texts(name: str, data: Any) -> list[str]:
     return listed
 
 
-def _cosine_output(first: EmbeddingRequestOutput, second: EmbeddingRequestOutput) -> ScoringRequestOutput:
-    score = np.zeros(0, np.float32)
-    if first.error is None and second.error is None:
-        a, b = first.outputs.data.astype(np.float64), second.outputs.data.astype(np.float64)
-        norm = np.sqrt(a @ a) * np.sqrt(b @ b)
-        score = np.array([a @ b / norm if norm else 0.0], np.float32)
+def _likeness_output(first: PoolingRequestOutput[Any], second: PoolingRequestOutput[Any]) -> ScoringRequestOutput:
+    error = first.error or second.error
+    scores = [] if error else [likeness(first.outputs.data, second.outputs.data)]
     return ScoringRequestOutput(
         second.request_id,
-        ScoringOutput(score),
+        ScoringOutput(np.array(scores, np.float32)),
         first.prompt_token_ids + second.prompt_token_ids,
         num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
         prompt=second.prompt,
         metrics=second.metrics,
-        error=first.error or second.error,
+        error=error,
         lora_request=second.lora_request,
     )
 
@@ -184,22 +203,45 @@ def _params_of(task: PoolingTask | None) -> PoolingParams:
     return PoolingParams(task=task)
 
 
-def pooling_params(
-    given: Any, task: PoolingTask | None, truncate_prompt_tokens: int | None, num_prompts: int
-) -> list[PoolingParams]:
-    """Return the parameters of each prompt, with the task and the tokens to keep where they are not None. Raises
-    InvalidParamsError if their number is another, or their task."""
-    if given is None and truncate_prompt_tokens is None:
-        return [_params_of(task)] * num_prompts
+def tokenization(given: Any, truncate_prompt_tokens: int | None) -> tuple[dict[str, Any], bool]:
+    """Return what vLLM's `tokenization_kwargs` and the `truncate_prompt_tokens` of a call ask for: values for its
+    PoolingParams, and whether special tokens are added. Raises InvalidParamsError."""
+    values: dict[str, Any] = {"truncate_prompt_tokens": truncate_prompt_tokens}
     if given is None:
-        return [PoolingParams(task=task, truncate_prompt_tokens=truncate_prompt_tokens)] * num_prompts
-    replaced = {"task": task, "truncate_prompt_tokens": truncate_prompt_tokens}
-    values = {name: value for name, value in replaced.items() if value is not None}
+        return values, True
+    if not isinstance(given, Mapping):
+        raise InvalidParamsError(f"tokenization_kwargs must be a dict, not {type(given).__name__}")
+    rest = dict(given)
+    adds_special_tokens = rest.pop("add_special_tokens", True)
+    check_flag("add_special_tokens", adds_special_tokens)
+    if rest.get("truncation") in (True, "longest_first"):
+        del rest["truncation"]
+        max_length = rest.pop("max_length", None)
+        values["truncate_prompt_tokens"] = -1 if max_length is None else max_length
+    values |= {name: rest.pop(name) for name in ("truncate_prompt_tokens", "truncation_side") if name in rest}
+    nothing = (None, False, "do_not_pad", "do_not_truncate")
+    if more := [str(name) for name, value in rest.items() if value not in nothing]:
+        raise InvalidParamsError(
+            f"tokenization_kwargs: {', '.join(more)[:80]} is not supported (allowed: add_special_tokens, "
+            "truncate_prompt_tokens, truncation_side, and max_length with truncation)"
+        )
+    return values, adds_special_tokens
+
+
+def pooling_params(
+    given: Any, task: PoolingTask | None, values: Mapping[str, Any], num_prompts: int
+) -> list[PoolingParams]:
+    """Return the parameters of each prompt, with the task and the `values` where they are not None. Raises
+    InvalidParamsError if their number is another, or their task."""
+    replaced = {name: value for name, value in {"task": task, **values}.items() if value is not None}
+    if given is None:
+        params = PoolingParams(**replaced) if replaced.keys() - {"task"} else _params_of(task)
+        return [params] * num_prompts
     listed = given if isinstance(given, Sequence) else [given]
     for params in listed:
         if check_pooling_params(params).task not in (None, task) and task is not None:
             raise InvalidParamsError(f"task={params.task!r}: this call is for {task!r}; leave it out, or use encode")
-    made = [replace(params, **values) for params in listed]
+    made = [replace(params, **replaced) for params in listed]
     if not isinstance(given, Sequence):
         return made * num_prompts
     if len(made) != num_prompts:

@@ -207,6 +207,7 @@ def run_pooling(
     *,
     alone: bool,
     use_tqdm: BarChoice,
+    add_special_tokens: bool = True,
 ) -> list[RequestOutput]:
     """Run pooling requests, and tokenize texts meanwhile: those that may be too long before. Raises as `LLM.encode`."""
     inputs = engine.inputs.pooling
@@ -216,7 +217,7 @@ def run_pooling(
     def tokenize(places: Sequence[int]) -> list[Tokenized]:
         found: list[Tokenized] = []
         for each, piece in itertools.groupby(places, key=params.__getitem__):
-            found += tokenized(inputs, [prompts[place] for place in piece], each)
+            found += tokenized(inputs, [prompts[place] for place in piece], each, add_special_tokens)
         return found
 
     long = [i for i, p in enumerate(params) if p.truncate_prompt_tokens is None and may_be_too_long(inputs, prompts[i])]

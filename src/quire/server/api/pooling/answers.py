@@ -113,6 +113,12 @@ def num_numbers(outputs: Sequence[Output]) -> int:
     return sum([output.outputs.data.size for output in outputs])
 
 
+def signs(numbers: Numbers) -> npt.NDArray[np.int16]:
+    """The signs of eight numbers in each element, from 0 to 255: the first in its highest bit, which is 0 if the number
+    is negative."""
+    return np.packbits(numbers >= 0).astype(np.int16)
+
+
 def packed(numbers: Numbers, dtype: api.EmbedDType = "float32", order: api.Endianness = "little") -> bytes:
     """Numbers as bytes of this type, rounded to the nearest, in this order of bytes."""
     made: npt.NDArray[Any]

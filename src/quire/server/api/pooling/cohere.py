@@ -14,13 +14,16 @@ from starlette.types import ASGIApp
 
 from quire.config.checkpoint.sentence_transformers import read_sentence_config
 from quire.server.api.pooling import protocol as api
-from quire.server.api.pooling.answers import Output, made_response, num_numbers, packed, usage_of
+from quire.server.api.pooling.answers import Output, made_response, num_numbers, packed, signs, usage_of
 from quire.server.api.pooling.run import begin, check_count, check_task, params_of, pool, tokenized
 from quire.server.http import sse
 from quire.server.http.bodies import read_struct
 from quire.server.http.endpoint import Endpoint, json_response
 from quire.server.http.errors import invalid
 from quire.server.http.state import context_of
+
+_INPUT_TYPES = ("search_document", "search_query", "classification", "clustering", "image")
+"""Cohere's own, for which a model need not have a prompt."""
 
 
 async def create_cohere_embeddings(request: Request) -> ASGIApp:
@@ -29,11 +32,13 @@ async def create_cohere_embeddings(request: Request) -> ASGIApp:
     context.field_names |= {"dimensions": "output_dimension", "truncate_prompt_tokens=-1": "truncate=END"}
     check_count(len(body.texts), "texts")
     model = await begin(request, body, "texts")
-    limit = model.llm.model_config.max_model_len if body.max_tokens is None else body.max_tokens
+    most = model.llm.model_config.max_model_len
+    limit = most if body.max_tokens is None else body.max_tokens
     if limit < 1:
         raise invalid(f"max_tokens={limit}: must be 1 or more", "max_tokens")
     if body.truncate_prompt_tokens is None and body.truncate != "NONE":
-        body.truncate_prompt_tokens = min(limit, model.llm.model_config.max_model_len)
+        body.truncate_prompt_tokens = limit if limit < most else -1
+        body.truncation_side = "left" if body.truncate == "START" else "right"
     params = params_of(context, body, check_task(model, context, "embed"), dimensions=body.output_dimension)
     prompt = _prompt(model.llm.model_config.path, body.input_type)
 
@@ -46,17 +51,12 @@ async def create_cohere_embeddings(request: Request) -> ASGIApp:
         return await pool(model, prompts, params, context.request_id)
 
     outputs = await sse.unless_disconnected(request, embed())
-    vectors, forms = [output.outputs.data for output in outputs], body.embedding_types or ["float"]
+    forms = body.embedding_types or ["float"]
     units = api.BilledUnits(input_tokens=usage_of(outputs).prompt_tokens)
 
     def make() -> Response:
-        made = api.CohereEmbeddings()
-        if "float" in forms:
-            listed: Any = [msgspec.Raw(msgspec.json.encode(each.tolist())) for each in vectors]
-            made.numbers = listed
-        if "base64" in forms:
-            made.base64 = [base64.b64encode(packed(each)).decode() for each in vectors]
         meta = api.CohereMeta(api_version=api.ApiVersion(), billed_units=units)
+        made = _embeddings(outputs, forms)
         return json_response(
             api.CohereEmbedResponse(id=context.request_id, embeddings=made, texts=body.texts, meta=meta)
         )
@@ -64,11 +64,38 @@ async def create_cohere_embeddings(request: Request) -> ASGIApp:
     return await made_response(make, num_numbers(outputs) * len(forms))
 
 
+def _embeddings(outputs: list[Output], forms: list[Any]) -> api.CohereEmbeddings:
+    """The vectors in these forms. Raises ApiError for vectors whose signs do not fill bytes."""
+    made, vectors = api.CohereEmbeddings(), [output.outputs.data for output in outputs]
+    if "float" in forms:
+        listed: Any = [msgspec.Raw(msgspec.json.encode(each.tolist())) for each in vectors]
+        made.numbers = listed
+    if "base64" in forms:
+        made.base64 = [base64.b64encode(packed(each)).decode() for each in vectors]
+    if "ubinary" in forms or "binary" in forms:
+        if len(vectors[0]) % 8:
+            size = f"an embedding has {len(vectors[0])} elements, not a multiple of 8"
+            raise invalid(f"embedding_types: signs fill bytes, and {size}", "embedding_types")
+        packs = [signs(each) for each in vectors]
+        if "ubinary" in forms:
+            made.ubinary = [each.tolist() for each in packs]
+        if "binary" in forms:
+            made.binary = [(each - 128).tolist() for each in packs]
+    return made
+
+
 @lru_cache(64)
 def _prompt(folder: Path, input_type: str | None) -> str:
-    """What the model's folder says is put before texts of this kind, whose name may begin with `search_`."""
+    """What the model's folder says is put before texts of this kind, whose name may begin with `search_`. Raises
+    ApiError for a name that neither the folder nor Cohere has."""
     prompts, kind = read_sentence_config(folder).prompts, input_type or ""
-    return prompts.get(kind, prompts.get(kind.removeprefix("search_"), ""))
+    for name in (kind, kind.removeprefix("search_")):
+        if name in prompts:
+            return prompts[name]
+    if kind and kind not in _INPUT_TYPES:
+        allowed = ", ".join(dict.fromkeys([*_INPUT_TYPES, *prompts]))
+        raise invalid(f"input_type={kind[:80]!r}: must be one of {allowed}", "input_type")
+    return ""
 
 
 ENDPOINTS = (

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.common.params.pooling import Side
 from quire.server.api.chat.protocol import ChatMessage
 from quire.server.api.shared.fields import Prompts, Usage
 
@@ -22,6 +23,8 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     """The user of the request, for fair scheduling; by default the API key's name."""
     truncate_prompt_tokens: int | None = None
     """Keep this number of tokens of each text; -1: what the model can take."""
+    truncation_side: Side | None = None
+    """The end at which longer texts are cut. Default: what the checkpoint's tokenizer says, mostly `right`."""
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -41,6 +44,7 @@ class InputFields(PoolingFields, kw_only=True):
     messages: list[ChatMessage] | None = None
     """A conversation in the place of `input`, rendered by the model's chat template."""
     add_generation_prompt: bool | None = None
+    """Default: false, unlike in chats, since no answer follows."""
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -153,6 +157,10 @@ class PairFields(PoolingFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     instruction: str | None = None
     """A variable of the template."""
+    max_tokens_per_query: int | None = None
+    """vLLM's limit on the tokens of a first text: the rest is cut off."""
+    max_tokens_per_doc: int | None = None
+    """Cohere's limit on the tokens of a second text: the rest is cut off."""
 
 
 class ScoreRequest(PairFields, kw_only=True):
@@ -193,13 +201,11 @@ class RerankRequest(PairFields, kw_only=True):
     """Documents to be put in the order of their relevance to a query."""
 
     query: str
-    documents: list[str | Document]
+    documents: str | list[str | Document]
     top_n: int | None = None
     """The number of documents that are returned, the most relevant ones; None or 0: all."""
     return_documents: bool | None = None
     """Whether results contain the documents' texts. Default: yes, except for /v2/rerank."""
-    max_tokens_per_doc: int | None = None
-    """Cohere's limit on a document's tokens: the rest is cut off."""
 
 
 class RerankResult(msgspec.Struct, kw_only=True):
@@ -217,14 +223,15 @@ class CohereEmbedRequest(PoolingFields, kw_only=True):
     texts: list[str]
     input_type: str | None = None
     """What the texts are for. A prompt of the model's with this name is put before them."""
-    embedding_types: list[Literal["float", "base64"]] | None = None
-    """Default: numbers."""
+    embedding_types: list[Literal["float", "base64", "binary", "ubinary"]] | None = None
+    """Default: numbers. `ubinary`: eight signs in each byte, the first in its highest bit, where 0 is a negative one;
+    `binary`: these bytes less 128."""
     output_dimension: int | None = None
     max_tokens: int | None = None
     """Keep this number of tokens of each text."""
-    truncate: Literal["NONE", "END"] | None = None
-    """What becomes of texts that are longer than the model takes: they are refused, or their end is cut off, which is
-    the default."""
+    truncate: Literal["NONE", "START", "END"] | None = None
+    """What becomes of texts that are longer than the model takes: they are refused, or their start or end is cut off.
+    Default: the end."""
 
 
 class CohereEmbeddings(msgspec.Struct, kw_only=True):
@@ -232,6 +239,8 @@ class CohereEmbeddings(msgspec.Struct, kw_only=True):
 
     numbers: list[list[float]] | UnsetType = msgspec.field(default=UNSET, name="float")
     base64: list[str] | UnsetType = UNSET
+    binary: list[list[int]] | UnsetType = UNSET
+    ubinary: list[list[int]] | UnsetType = UNSET
 
 
 class ApiVersion(msgspec.Struct, kw_only=True):

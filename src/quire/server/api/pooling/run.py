@@ -59,6 +59,7 @@ def params_of(context: RequestContext, body: PoolingFields, task: PoolingTask, *
         task=task,
         use_activation=activation,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side,
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
         tenant="/".join(filter(None, (context.tenant, body.user))),  # no client can act as another key's tenant
@@ -73,6 +74,7 @@ async def prompts_of(model: ServedModel, body: InputFields, params: PoolingParam
     if (body.input is None) == (body.messages is None):
         raise invalid("exactly one of input and messages is required", "input")
     if body.messages is not None:
+        body.add_generation_prompt = bool(body.add_generation_prompt)  # no answer follows
         variables = body.chat_template_kwargs or {}
         text = await chat_text(model, body, body.messages, None, variables)
         return await tokenized(model, [text], params, bool(body.add_special_tokens))

@@ -47,17 +47,14 @@ def _rerank(*, is_cohere_v2: bool) -> Callable[[Request], Coroutine[Any, Any, AS
     async def create_reranking(request: Request) -> ASGIApp:
         """POST /rerank"""
         context, body = context_of(request), await read_struct(request, api.RerankRequest)
-        check_count(len(body.documents), "documents")
+        documents = [body.documents] if isinstance(body.documents, str) else body.documents
+        check_count(len(documents), "documents")
         if body.top_n is not None and body.top_n < 0:
             raise invalid(f"top_n={body.top_n}: must be 1 or more, or 0 for all documents", "top_n")
         model = await begin(request, body, "documents")
-        texts = [one if isinstance(one, str) else one.text for one in body.documents]
-
-        async def score() -> tuple[list[float], list[Output]]:
-            pairs = ScoredPairs([body.query], await _cut(model, body, texts))
-            return await _score(model, context, body, pairs, ("query", "documents"))
-
-        scores, outputs = await sse.unless_disconnected(request, score())
+        texts = [one if isinstance(one, str) else one.text for one in documents]
+        asked = _score(model, context, body, ScoredPairs([body.query], texts), ("query", "documents"))
+        scores, outputs = await sse.unless_disconnected(request, asked)
         order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n or None]
         shows = not is_cohere_v2 if body.return_documents is None else body.return_documents
         units = api.CohereMeta(api_version=api.ApiVersion(), billed_units=api.BilledUnits(search_units=1))
@@ -80,34 +77,38 @@ def _rerank(*, is_cohere_v2: bool) -> Callable[[Request], Coroutine[Any, Any, AS
     return create_reranking
 
 
-async def _cut(model: ServedModel, body: api.RerankRequest, texts: list[str]) -> list[str]:
-    """The documents, each cut to `max_tokens_per_doc`; what is still too long with the query is cut then, too."""
-    limit = body.max_tokens_per_doc
+async def _cut(model: ServedModel, name: str, limit: int | None, texts: list[str]) -> list[str]:
+    """The texts, each cut to this number of tokens, which is that of the field `name`."""
     if limit is None:
         return texts
     if limit < 1:
-        raise invalid(f"max_tokens_per_doc={limit}: must be 1 or more", "max_tokens_per_doc")
-    if body.truncate_prompt_tokens is None:
-        body.truncate_prompt_tokens = -1
+        raise invalid(f"{name}={limit}: must be 1 or more", name)
     inputs = model.llm.inputs
     starts = [inputs.readable(text, True, keeps_start=True) for text in texts]  # no more than the model can take
     return await asyncio.to_thread(lambda: [inputs.tokenizer.cut(text, limit) for text in starts])
 
 
 async def _score(
-    model: ServedModel, context: RequestContext, body: api.PairFields, pairs: ScoredPairs, names: tuple[str, str]
+    model: ServedModel, context: RequestContext, body: api.PairFields, given: ScoredPairs, names: tuple[str, str]
 ) -> tuple[list[float], list[Output]]:
-    """The score of each pair: that of a model for pairs, or the cosine of two embeddings. `names` are the fields of the
-    first and the second texts."""
-    task = check_task(model, context, "score", "embed")
+    """The score of each pair: that of a model for pairs, or how alike the vectors of its texts are. `names` are the
+    fields of the first and the second texts. What is too long with the other text, after documents were cut to
+    `max_tokens_per_doc`, is cut too."""
+    pairs = ScoredPairs(
+        await _cut(model, "max_tokens_per_query", body.max_tokens_per_query, given.firsts),
+        await _cut(model, "max_tokens_per_doc", body.max_tokens_per_doc, given.seconds),
+    )
+    if body.max_tokens_per_doc is not None and body.truncate_prompt_tokens is None:
+        body.truncate_prompt_tokens = -1
+    task = check_task(model, context, "score", "embed", "token_embed")
     params = params_of(context, body, task)
     count = len(pairs.firsts)
 
     def name(place: int) -> str:
         """The field of a text that is embedded, or of a pair's second one."""
-        if task == "embed" and place < count:
+        if task != "score" and place < count:
             return f"{names[0]}[{place}]" if count > 1 else names[0]
-        return f"{names[1]}[{place - count if task == 'embed' else place}]"
+        return f"{names[1]}[{place if task == 'score' else place - count}]"
 
     if task == "score":
         joined = await _joined(model, body, pairs)
@@ -118,6 +119,8 @@ async def _score(
         raise invalid(message, "chat_template")
     prompts = await tokenized(model, [*pairs.firsts, *pairs.seconds], params, name=name)
     outputs = await pool(model, prompts, params, context.request_id)
+    if task == "token_embed":
+        return await asyncio.to_thread(pairs.likenesses, [output.outputs.data for output in outputs]), outputs
     vectors = np.stack([output.outputs.data for output in outputs])
     vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     return (vectors[:count] * vectors[count:]).sum(axis=1).tolist(), outputs
