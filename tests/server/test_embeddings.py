@@ -277,6 +277,8 @@ def test_clients_of_ollama_are_sent_to_ollamas_endpoint(embedder, path):
         ("/v2/embed", {"texts": ["b " * 500], "truncate": "NONE"}, "or cut it with truncate=END"),
         ("/api/embed", {"model": "alias", "input": "b " * 500, "truncate": False}, "or cut it with truncate=true"),
         (PATH, {"input": "b " * 500}, "or cut it with truncate_prompt_tokens=-1"),
+        (PATH, {"input": "b " * 50_000}, "or cut it with truncate_prompt_tokens=-1"),
+        ("/v2/embed", {"texts": ["b " * 50_000], "truncate": "NONE"}, "or cut it with truncate=END"),
     ],
 )
 def test_how_to_cut_a_text_is_said_in_the_protocol_s_words(embedder, path, body, said):

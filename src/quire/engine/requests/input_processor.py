@@ -74,10 +74,10 @@ class InputProcessor:
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer, pooler: PoolerInfo | None = None) -> None:
         """`pooler` says what a pooling model can make; None for a model that generates."""
-        self.config = config
-        self.model = config.model
+        self.config, self.model = config, config.model
         self.tokenizer = tokenizer
         self.pooling = PoolingInputs(self, pooler)
+        self._advice = "raise max_model_len" if pooler is None else "cut it with truncate_prompt_tokens=-1"
         self._num_requests = 0
 
     # Requests
@@ -183,7 +183,7 @@ class InputProcessor:
         if len(text) > most and not cuts:
             raise PromptTooLongError(
                 f"the text has {len(text):,} characters, and this model's maximum context length is {limit} tokens, "
-                f"which have at most {most:,}: shorten it or raise max_model_len"
+                f"which have at most {most:,}: shorten it or {self._advice}"
             )
         if keeps_start and cuts:
             return text[: max(_PIECE_CHARS, most)]
@@ -197,7 +197,7 @@ class InputProcessor:
             if num_tokens > limit:
                 raise PromptTooLongError(
                     f"the text has {len(text):,} characters and more than {num_tokens:,} tokens, and this model's "
-                    f"maximum context length is {limit} tokens: shorten it or raise max_model_len"
+                    f"maximum context length is {limit} tokens: shorten it or {self._advice}"
                 )
         return text
 
