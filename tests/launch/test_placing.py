@@ -206,6 +206,18 @@ def test_engines_share_the_memory_of_their_node(monkeypatch: pytest.MonkeyPatch,
     assert place(replace(args, pipeline_parallel_size=2)).engines[0][0].memory_limit == 2**29, "each stage has a part"
 
 
+def test_a_draft_models_folder_is_the_same_for_engines_on_other_nodes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(placing, "RayCluster", FakeCluster)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "draft").mkdir()
+    for given, found in (("draft", str(tmp_path / "draft")), ("org/name", "org/name")):
+        drafting = {"model": given, "num_speculative_tokens": 2}
+        part = place(EngineArgs(**RAY, data_parallel_size=3, speculative_config=drafting)).engines[0][0]
+        assert part.speculative_config == {"model": found, "num_speculative_tokens": 2}
+
+
 @pytest.mark.parametrize(
     ("nodes", "num_stages", "beside"),
     [("abc", 1, [1, 1, 1]), ("aab", 1, [2, 2, 1]), ("abab", 2, [2, 2]), ("abca", 2, [2, 2]), ("abcd", 2, [1, 1])],

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from quire.common.errors import ConfigError
 from quire.config.args import EngineArgs
@@ -50,6 +51,7 @@ def _on_ray(args: EngineArgs) -> Placed:
         model=_for_any_folder(args.model),
         tokenizer=_for_any_folder(args.tokenizer),
         download_dir=_for_any_folder(args.download_dir),
+        speculative_config=_drafting(args),
         data_parallel_size=1,
         distributed_executor_backend=None,
         ray_address=None,
@@ -65,6 +67,12 @@ def _on_ray(args: EngineArgs) -> Placed:
 def _for_any_folder(name: str | None) -> str | None:
     """A path of this process's folder as an absolute one; other names as they are."""
     return name if name is None or not Path(name).exists() else str(Path(name).absolute())
+
+
+def _drafting(args: EngineArgs) -> Mapping[str, Any] | None:
+    """`speculative_config`, with the draft model's path as an absolute one."""
+    given = args.speculative_config
+    return given if given is None or "model" not in given else {**given, "model": _for_any_folder(given["model"])}
 
 
 BACKENDS: Mapping[str, Callable[[EngineArgs], Placed]] = {
