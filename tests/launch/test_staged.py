@@ -20,6 +20,7 @@ from quire.interfaces.launch.placing import Placed
 from quire.interfaces.launch.ray_actor import EngineActor, RayLink
 from quire.interfaces.launch.ray_cluster import RayCluster
 from quire.interfaces.launch.staged import StagedLink
+from tests.forks import children_of
 from tests.kernels.isas import needs_native
 from tests.launch.test_ray_link import FakeActor, ray
 
@@ -168,6 +169,25 @@ def test_an_engine_of_stages_gives_the_tokens_of_one_process_and_is_replaced_as_
     assert [output.outputs for output in asyncio.run(asyncio.wait_for(main(), 120))] == [expected] * 2
     assert [actor.is_killed.is_set() for actor in FakeActor.made] == [True] * 4
     assert all(actor.actor._link._process.returncode is not None for actor in FakeActor.made)
+
+
+@needs_native
+def test_an_engine_of_stages_sleeps_and_wakes_up(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> Any:
+        llm = await started(cluster, monkeypatch)
+        try:
+            await llm.sleep()
+            stage = FakeActor.made[1].actor._link.pid
+            while children_of(stage):  # what has computed there; it ends when the engine sleeps
+                await asyncio.sleep(0.01)
+            await llm.wake_up()
+            assert llm.num_restarts == 0
+            return [output async for output in llm.generate("def f(", PARAMS, "1")][-1]
+        finally:
+            await llm.shutdown()
+
+    expected = LLM(num_gpu_blocks_override=64, num_threads=1).generate("def f(", PARAMS, use_tqdm=False)[0].outputs
+    assert asyncio.run(asyncio.wait_for(main(), 120)).outputs == expected
 
 
 @needs_native

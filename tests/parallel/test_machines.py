@@ -12,7 +12,7 @@ import pytest
 
 from quire import LLM, AsyncLLM, EngineArgs
 from quire.common import liveness
-from quire.common.errors import EngineBrokenError, OutOfMemoryError
+from quire.common.errors import CheckpointError, EngineBrokenError, OutOfMemoryError
 from quire.config.model import ModelConfig
 from quire.runner.parallel.machines.node import Own
 from quire.runner.parallel.machines.nodes import fingerprint, join
@@ -66,6 +66,14 @@ def test_a_machine_with_too_little_memory_says_so() -> None:
         other = distant_stage((HOST, PORT), memory_limit_bytes=10**6)
         message = r"machine 1: its stage of the layers 0 to 3 needs .* with a KV cache of .* has 976.56 KiB: lower kv_"
         with pytest.raises(OutOfMemoryError, match=message):
+            LLM(**TWO)
+        other.result()
+
+
+def test_what_a_machine_cannot_load_is_reported_with_its_number() -> None:
+    with in_threads():
+        other = distant_stage((HOST, PORT), path="/nonexistent")
+        with pytest.raises(CheckpointError, match=r"^machine 1: .*/nonexistent"):
             LLM(**TWO)
         other.result()
 

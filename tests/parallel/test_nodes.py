@@ -96,7 +96,7 @@ def test_what_follows_the_handshake_at_once_is_not_lost(secret: Path, monkeypatc
     master = InThread(lambda: admit(machine(0, secret), WEIGHTS))
     with join(machine(1, secret), WEIGHTS) as sock:
         assert sock.recv(4) == b"more"
-    close(*master.result()[0])
+        close(*master.result()[0])
 
 
 @pytest.mark.parametrize(
@@ -192,14 +192,13 @@ def test_a_machine_that_has_ended_before_the_others_came_joins_again(secret: Pat
     close(again, other, *accepted)
 
 
-@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.6\r\n", b""])
-def test_a_master_that_is_another_program_is_noticed(said: bytes, secret: Path) -> None:
+def test_a_master_that_is_another_program_is_noticed(secret: Path) -> None:
     with socket.create_server((HOST, PORT)) as server:
 
         def answer() -> None:
             sock, _ = server.accept()
             with sock:
-                sock.sendall(said)
+                sock.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
 
         other = InThread(answer)
         with pytest.raises(ConfigError, match="what answers there is no machine 0: "):
@@ -322,6 +321,8 @@ def test_fingerprints_tell_weights_and_configs_apart(llama: Path) -> None:
         ({"nnodes": 2, "pipeline_parallel_size": 2}, "master_addr=None must be HOST:PORT of machine 0"),
         ({"nnodes": 2, "pipeline_parallel_size": 2, "master_addr": "a:b"}, "master_addr='a:b' must be HOST:PORT"),
         ({"nnodes": 2, "pipeline_parallel_size": 2, "master_addr": "a:70000"}, "must be HOST:PORT of machine 0"),
+        ({"nnodes": 2, "pipeline_parallel_size": 2, "master_addr": ":7"}, "master_addr=':7' must be HOST:PORT of"),
+        ({"nnodes": 2, "pipeline_parallel_size": 2, "master_addr": "a" * 64}, "a' must be HOST:PORT of machine 0"),
         (
             {"nnodes": 2, "pipeline_parallel_size": 2, "master_addr": "a", "data_parallel_size": 2},
             "data_parallel_size=2: only one engine can have nnodes=2",
@@ -333,7 +334,10 @@ def test_arguments_that_do_not_fit_together_are_refused(given: dict[str, Any], m
         EngineArgs(**given).resolve()
 
 
-@pytest.mark.parametrize(("given", "found"), [("a:7", "a:7"), ("a", "a:29501"), ("[::1]:7", "::1:7")])
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [("a:7", "a:7"), ("a", "a:29501"), ("[::1]:7", "[::1]:7"), ("[::1]", "[::1]:29501")],
+)
 def test_addresses_have_a_port(given: str, found: str) -> None:
     config = EngineArgs(nnodes=2, node_rank=1, pipeline_parallel_size=2, master_addr=given).resolve().parallel
     assert config.nodes is not None

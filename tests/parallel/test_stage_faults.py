@@ -16,21 +16,24 @@ import torch
 
 from quire import LLM, AsyncLLM, EngineArgs, LoRARequest
 from quire.common import liveness
+from quire.common.batch import Batch, encode
 from quire.common.errors import EngineBrokenError, OutOfMemoryError
 from quire.common.faults import Fault, environment, inject
 from quire.models.decoder.model import Boundary
 from quire.runner import executor as executors
+from quire.runner.memory_plan import plan_memory
+from quire.runner.parallel.configs import to_bytes
 from quire.runner.parallel.messages import Connection, Done
 from quire.runner.parallel.pipeline import links, stage_process
 from quire.runner.parallel.pipeline.executor import PipelineExecutor
-from quire.runner.parallel.pipeline.messages import States
+from quire.runner.parallel.pipeline.messages import FROM_STAGE, StageStart, StageStep, States
 from tests import forks
 from tests.async_llm import door as door_module
 from tests.async_llm.door import Door
 from tests.forks import children_of
 from tests.kernels.isas import needs_native
 from tests.models.adapters import make_tensors, tiny_sizes, write_adapter
-from tests.parallel.ranks import answers, in_threads
+from tests.parallel.ranks import ThreadStage, answers, in_threads
 from tests.parallel.test_faults import (
     PARAMS,
     PROMPTS,
@@ -41,6 +44,7 @@ from tests.parallel.test_faults import (
     restarted,
     wait_until_gone,
 )
+from tests.parallel.test_nodes import close
 
 pytestmark = needs_native
 STAGES: dict[str, Any] = {**TINY, "pipeline_parallel_size": 2, "num_threads": 1}
@@ -215,6 +219,40 @@ def test_a_stage_that_falls_silent_within_a_message_is_lost(monkeypatch: pytest.
     link.start()
     assert lost.get(timeout=60) == "stage 0 was silent for 0.3 s"
     link.close()
+
+
+def test_a_stage_reads_the_states_of_the_steps_that_follow_while_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of long prompts takes longer than a link between machines may take nothing."""
+    may_end = threading.Event()
+
+    class Slow:
+        def execute(self, *_: Any) -> None:
+            assert may_end.wait(60)
+
+        def states(self) -> list[bytes]:
+            return []
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(executors, "make_stage", lambda *_: Slow())
+    plan = plan_memory(EngineArgs(**STAGES))
+    ours, its = socket.socketpair()
+    ours.settimeout(10.0)
+    stage, engine = ThreadStage(its), Connection(ours)
+    engine.send(StageStart(1, to_bytes(plan.config, plan.kv_cache)))
+    for number in range(3):
+        engine.send(StageStep(number, encode(Batch(number, ()))))
+    for number in range(3):
+        engine.send(States(number, 0, plan.config.model.dtype, [memoryview(bytes(2**22))]))
+    may_end.set()
+    computed = list[int]()
+    while len(computed) < 3:
+        message = engine.receive(FROM_STAGE)
+        assert message is not None
+        computed += [message.number] if isinstance(message, States) else []
+    assert computed == [0, 1, 2]
+    close(ours, its)
+    stage.end()
 
 
 def test_a_stage_that_cannot_load_says_why(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,8 +129,8 @@ class NodesConfig:
 
     @property
     def master_addr(self) -> str:
-        """Host and port."""
-        return f"{self.host}:{self.port}"
+        """Host and port, as they were given."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @classmethod
     def read(
@@ -153,11 +153,21 @@ class NodesConfig:
                 f"nnodes={nnodes}: each machine has one stage, so pipeline_parallel_size={num_stages} must be "
                 f"{nnodes}, or it must be 1 and tensor_parallel_size={num_ranks} a multiple of {nnodes}"
             )
-        host, _, port = (master_addr or "").rpartition(":")
-        host, port = (host, port) if host else (port, str(MASTER_PORT))
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        given = master_addr or ""
+        if ":" not in given or given.endswith("]"):  # which ends an IPv6 address
+            given = f"{given}:{MASTER_PORT}"
+        host, _, port = given.rpartition(":")
+        if not _is_host(host) or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ConfigError(f"nnodes={nnodes}: master_addr={master_addr!r} must be HOST:PORT of machine 0")
         return cls(nnodes, node_rank, host.strip("[]"), int(port), secret_file, num_ranks if divides_ranks else None)
+
+
+def _is_host(text: str) -> bool:
+    """Whether the system can look it up: names have an encoding, which limits their parts."""
+    try:
+        return bool(text.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from quire.engine.requests.sequence import SequenceGroup
 from quire.engine.view.block_tokens import block_tokens
 from quire.engine.view.cache_view import MIN_INTERVAL_S, CacheView
 from quire.kv.prefix_cache.changes import PrefixChanges
-from quire.runner.parallel.machines.node import part_of
+from quire.runner.parallel.machines.node import run_node
 
 if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
@@ -380,7 +380,7 @@ def main(descriptor: int) -> None:
             )  # imports torch, which takes a second: heartbeats start before
         args = EngineArgs(**start.args)
         if start.is_other_machine:
-            return part_of(args)()
+            run_node(args)  # until the client closes its socket: an engine that sleeps wakes up again
         if args.resolve().model.runner == "pooling":
             _lower_priority()  # before the threads of the kernels start
         engine = LLMEngine.from_args(args)

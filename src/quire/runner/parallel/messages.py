@@ -3,6 +3,7 @@
 import select
 import socket
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -88,6 +89,15 @@ FromRank: TypeAlias = Done | Failed | Progress
 _Sent = TypeVar("_Sent")
 
 
+def readable(sockets: Iterable[socket.socket], timeout_s: float) -> list[socket.socket]:
+    """The sockets from which something can be read, or the end. Waits for one at most this long. Unlike select, poll
+    takes descriptors of any number, which a program with many open files has."""
+    by_descriptor, poller = {sock.fileno(): sock for sock in sockets}, select.poll()
+    for descriptor in by_descriptor:
+        poller.register(descriptor, select.POLLIN)
+    return [by_descriptor[descriptor] for descriptor, _ in poller.poll(1000 * timeout_s)]
+
+
 class Connection:
     """A socket, and the messages that are read from it."""
 
@@ -127,7 +137,7 @@ class Connection:
 
     def is_readable(self, timeout_s: float) -> bool:
         """Wait for a message at most this long. Returns whether one is there, or a part of it, or the end."""
-        return bool(self._buffer) or bool(select.select([self.socket], [], [], timeout_s)[0])
+        return bool(self._buffer) or bool(readable([self.socket], timeout_s))
 
     def _fill(self, num_bytes: int) -> bool:
         while len(self._buffer) < num_bytes:

@@ -32,7 +32,7 @@ def serve(
 ) -> None:
     """Compute until the engine's process closes the socket. `pins`: whether this process may be bound to CPUs."""
     connection = Connection(sock)
-    sender, has_ended = Sender(connection), threading.Event()
+    sender, has_ended = Sender(connection, own), threading.Event()
     start = connection.receive(TO_RANK)
     if not isinstance(start, Start):
         return

@@ -16,6 +16,8 @@ from quire.common.log import logger, show_messages
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.kv_cache import KVCacheConfig
 from quire.config.machine import format_bytes, machine_memory
+from quire.config.model import ModelConfig
+from quire.config.parallel import NodesConfig
 from quire.runner.parallel.links import end_of, start_child
 from quire.runner.parallel.machines.nodes import fingerprint, join
 
@@ -33,6 +35,35 @@ class Own(msgspec.Struct):
     memory_limit_bytes: int | None
     num_machines: int = 1
     """Among which the ranks of a stage are divided."""
+    pins_ranks: bool = True
+    """As ParallelConfig has it."""
+    draft_path: str | None = None
+    """Where the draft model is, if this machine's arguments name it."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, nodes: NodesConfig) -> "Own":
+        """What the arguments of this machine say."""
+        parallel, draft = config.parallel, config.draft
+        return cls(
+            nodes.node_rank,
+            str(config.model.path.absolute()),
+            parallel.num_threads,
+            parallel.cpus,
+            config.cache.memory_limit_bytes,
+            parallel.num_machines,
+            parallel.pins_ranks,
+            None if draft is None else str(draft.path.absolute()),
+        )
+
+    def draft_of(self, config: EngineConfig) -> ModelConfig | None:
+        """The engine's draft model, as this machine has it: in the model's folder, where the arguments name it, or at
+        machine 0's path."""
+        draft = config.draft
+        if draft is None:
+            return None
+        is_in_model = draft.path == config.model.path
+        path = self.path if is_in_model else self.draft_path
+        return draft if path is None else replace(draft, path=Path(path))
 
 
 def run_node(args: EngineArgs) -> NoReturn:
@@ -51,23 +82,17 @@ def part_of(args: EngineArgs) -> Callable[[], None]:
     if nodes is None or nodes.node_rank == 0:
         raise ConfigError("node_rank=0 serves requests; a machine that only computes has node_rank 1 or more")
     show_messages()
-    parallel = config.parallel
-    own = Own(
-        nodes.node_rank,
-        str(config.model.path.absolute()),
-        parallel.num_threads,
-        parallel.cpus,
-        config.cache.memory_limit_bytes,
-        parallel.num_machines,
-    )
+    own = Own.of(config, nodes)
     module = "pipeline.stage_process" if nodes.num_ranks is None else "machines.machine_process"
-    content = fingerprint(config.model)
+    content, has_joined = fingerprint(config.model), False
 
     def run() -> None:
+        nonlocal has_joined
         logger.info("machine %d of %d joins %s", nodes.node_rank, nodes.nnodes, nodes.master_addr)
         with ExitStack() as stack:
             numbers = range(nodes.num_connections)
-            sockets = [stack.enter_context(join(nodes, content, number)) for number in numbers]
+            sockets = [stack.enter_context(join(nodes, content, number, is_again=has_joined)) for number in numbers]
+            has_joined = True
             logger.info("machine %d has joined", nodes.node_rank)
             descriptors = [sock.fileno() for sock in sockets]
             given = [*map(str, descriptors), msgspec.json.encode(own).decode()]
@@ -92,7 +117,8 @@ def on_this_machine(config: EngineConfig, kv_cache: KVCacheConfig, own: Own) -> 
     config = replace(
         config,
         model=replace(config.model, path=Path(own.path)),
-        parallel=replace(config.parallel, num_threads=own.num_threads, cpus=own.cpus),
+        draft=own.draft_of(config),
+        parallel=replace(config.parallel, num_threads=own.num_threads, cpus=own.cpus, pins_ranks=own.pins_ranks),
         cache=replace(config.cache, memory_limit_bytes=own.memory_limit_bytes),
     )
     num_ranks = config.parallel.tensor_parallel_size // own.num_machines
@@ -101,7 +127,7 @@ def on_this_machine(config: EngineConfig, kv_cache: KVCacheConfig, own: Own) -> 
     part = f"stage of the layers {first} to {end - 1}" if end else f"part of {num_ranks} rank(s)"
     if needed > machine.limit_bytes:
         raise OutOfMemoryError(
-            f"machine {own.node_rank}: its {part} needs {format_bytes(needed)} with a KV cache of "
+            f"its {part} needs {format_bytes(needed)} with a KV cache of "
             f"{format_bytes(kv_cache.total_bytes)}, and this machine has "
             f"{format_bytes(machine.limit_bytes)}: lower kv_cache_memory or max_num_batched_tokens, or take more "
             "machines"
@@ -121,4 +147,5 @@ def _needed_bytes(config: EngineConfig, kv_cache: KVCacheConfig, num_own: int) -
     of_rank = weight_use(config.model, ranks).num_bytes
     of_rank += activation_bytes(config.model, config.scheduler.max_num_batched_tokens, lora, ranks)
     of_rank += 0 if lora is None else adapter_reserve(config.model, lora, ranks)
+    of_rank += 0 if config.draft is None else weight_use(config.draft, ranks).num_bytes
     return of_rank * num_own + kv_cache.total_bytes + kv_cache.host_bytes

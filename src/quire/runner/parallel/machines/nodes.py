@@ -6,15 +6,13 @@ be used again. What is sent afterwards is neither encrypted nor authenticated (A
 
 import hashlib
 import hmac
-import ipaddress
+import math
 import os
-import select
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -26,7 +24,8 @@ from quire.common.version import __version__
 from quire.config.checkpoint.formats import open_checkpoint
 from quire.config.model import ModelConfig
 from quire.config.parallel import NodesConfig
-from quire.runner.parallel.messages import Connection, Message
+from quire.runner.parallel.machines.secret import secret_of
+from quire.runner.parallel.messages import Connection, Message, readable
 
 JOIN_S = 300.0
 """How long machines wait for each other."""
@@ -115,19 +114,19 @@ class _Admission:
     """The handshakes with all that connect. They run side by side, so that strangers delay no machine."""
 
     def __init__(self, nodes: NodesConfig, fingerprint: str) -> None:
-        self._nodes, self._fingerprint, self._secret = nodes, fingerprint, _secret(nodes)
+        self._nodes, self._fingerprint, self._secret = nodes, fingerprint, secret_of(nodes)
         self._guests = dict[socket.socket, _Guest]()
         self.joined = dict[Seat, socket.socket]()
         self.wanted = [(rank, number) for rank in range(1, nodes.nnodes) for number in range(nodes.num_connections)]
 
     @property
     def missing(self) -> list[int]:
-        """The machines that have not joined."""
-        return sorted({rank for rank, number in self.wanted if (rank, number) not in self.joined})
+        """The machines that have not joined, or have ended since."""
+        return sorted({seat[0] for seat in self.wanted if not self._is_taken(seat)})
 
     def wait(self, server: socket.socket) -> None:
         """Accept new connections and continue the handshakes that have received something, for at most _RETRY_S."""
-        for sock in select.select([server, *self._guests], [], [], _RETRY_S)[0]:
+        for sock in readable([server, *self._guests], _RETRY_S):
             if sock is server:
                 self._welcome(server)
             elif sock in self._guests:
@@ -222,9 +221,10 @@ def _divided(num_ranks: int | None) -> str:
 class _Patience:
     """Of one that waits for other machines."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_endless: bool = False) -> None:
         now_s = time.monotonic()
-        self._end_s, self._remind_s = now_s + JOIN_S, now_s + _REMIND_S
+        self._end_s, self._pause_s = (math.inf, JOIN_S) if is_endless else (now_s + JOIN_S, _REMIND_S)
+        self._remind_s = now_s + self._pause_s
 
     def has_ended(self, reason: str) -> bool:
         """Whether JOIN_S are over. If they are not, the log says from time to time for what reason it goes on."""
@@ -232,8 +232,9 @@ class _Patience:
         if now_s > self._end_s:
             return True
         if now_s > self._remind_s:
-            self._remind_s = now_s + _REMIND_S
-            logger.warning("still waiting, for at most %d s more: %s", self._end_s - now_s, reason)
+            self._remind_s = now_s + self._pause_s
+            left = "" if math.isinf(self._end_s) else f", for at most {int(self._end_s - now_s)} s more"
+            logger.warning("still waiting%s: %s", left, reason)
         return False
 
 
@@ -264,14 +265,14 @@ def admit(nodes: NodesConfig, fingerprint: str) -> list[list[socket.socket]]:
     return [[joined[rank, number] for number in range(nodes.num_connections)] for rank in range(1, nodes.nnodes)]
 
 
-def join(nodes: NodesConfig, fingerprint: str, number: int = 0) -> socket.socket:
+def join(nodes: NodesConfig, fingerprint: str, number: int = 0, *, is_again: bool = False) -> socket.socket:
     """Connect to machine 0, for this machine's connection of this number. Raises ConfigError if it is not there after
-    JOIN_S, refuses this machine, or does not have the secret."""
-    secret, patience = _secret(nodes), _Patience()
+    JOIN_S, refuses this machine, or does not have the secret. A machine that joins again waits for ever, since machine
+    0 may sleep."""
+    secret, patience = secret_of(nodes), _Patience(is_endless=is_again)
     while True:
         try:
-            sock = socket.create_connection((nodes.host, nodes.port), timeout=_HANDSHAKE_S)
-            break
+            return _joined(nodes, secret, (fingerprint, number))
         except OSError as error:
             remedy = f"start it with --nnodes {nodes.nnodes} --node-rank 0, or correct the address"
             if patience.has_ended(f"no machine 0 answers at {nodes.master_addr} ({error}); {remedy}"):
@@ -279,12 +280,18 @@ def join(nodes: NodesConfig, fingerprint: str, number: int = 0) -> socket.socket
                     f"master_addr={nodes.master_addr}: no machine 0 answers there for {JOIN_S:g} s ({error}); {remedy}"
                 ) from error
             time.sleep(_RETRY_S)
+
+
+def _joined(nodes: NodesConfig, secret: bytes, said: tuple[str, int]) -> socket.socket:
+    """A connection to machine 0. Raises OSError if nothing answers, or what answers closes the connection, as a machine
+    0 does that ends meanwhile or is asked by many, and ConfigError otherwise."""
+    sock = socket.create_connection((nodes.host, nodes.port), timeout=_HANDSHAKE_S)
     try:
         _set_up(sock)
-        _introduce(_connection(sock), nodes, secret, (fingerprint, number))
+        _introduce(_connection(sock), nodes, secret, said)
     except BaseException as error:
         sock.close()
-        if isinstance(error, OSError | ValueError) and not isinstance(error, ConfigError):
+        if isinstance(error, TimeoutError | ValueError) and not isinstance(error, ConfigError):
             raise ConfigError(
                 f"master_addr={nodes.master_addr}: what answers there is no machine 0: {error}"
             ) from error
@@ -313,7 +320,7 @@ def _connection(sock: socket.socket) -> Connection:
 
 def _received(connection: Connection, kind: msgspec.msgpack.Decoder[_Sent]) -> _Sent:
     if (message := connection.receive(kind)) is None:
-        raise ValueError("it has closed the connection")
+        raise ConnectionResetError("it has closed the connection")
     return message
 
 
@@ -335,7 +342,9 @@ def _set_up(sock: socket.socket) -> None:
 @contextmanager
 def _listening(nodes: NodesConfig) -> Iterator[socket.socket]:
     try:
-        server = socket.create_server((nodes.host, nodes.port), backlog=_MAX_GUESTS)
+        found = socket.getaddrinfo(nodes.host, nodes.port, type=socket.SOCK_STREAM)
+        family = min(each[0] for each in found)  # IPv4 where the host has both
+        server = socket.create_server((nodes.host, nodes.port), family=family, backlog=_MAX_GUESTS)
     except OSError as error:
         raise ConfigError(
             f"master_addr={nodes.master_addr}: cannot listen there: {error}; give an address of this machine and a "
@@ -344,40 +353,6 @@ def _listening(nodes: NodesConfig) -> Iterator[socket.socket]:
     with server:
         server.setblocking(False)
         yield server
-
-
-def _secret(nodes: NodesConfig) -> bytes:
-    """The content of the file, or of the variable. Raises ConfigError if there is neither, and the address is one that
-    other machines can reach."""
-    if nodes.secret_file is not None:
-        try:
-            secret = Path(nodes.secret_file).read_bytes().strip()
-            is_open = bool(Path(nodes.secret_file).stat().st_mode & 0o077)
-        except OSError as error:
-            raise ConfigError(f"master_secret_file={nodes.secret_file!r} cannot be read: {error}") from error
-        if not secret:
-            raise ConfigError(
-                f"master_secret_file={nodes.secret_file!r} is empty; write a secret to it (`openssl rand -hex 32`)"
-            )
-        if is_open:
-            logger.warning("master_secret_file=%r can be read by others; run `chmod 600` on it", nodes.secret_file)
-    else:
-        secret = os.environ.get("QUIRE_MASTER_SECRET", "").strip().encode()
-    if not secret and not _is_loopback(nodes):
-        raise ConfigError(
-            f"master_addr={nodes.master_addr}: other machines can reach this address, so a secret is needed; write one "
-            f"to a file (`openssl rand -hex 32`), and give it to all machines as --master-secret-file or in "
-            f"QUIRE_MASTER_SECRET"
-        )
-    return secret
-
-
-def _is_loopback(nodes: NodesConfig) -> bool:
-    try:
-        found = socket.getaddrinfo(nodes.host, nodes.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"master_addr={nodes.master_addr}: the host is unknown: {error}") from error
-    return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
 
 
 def fingerprint(config: ModelConfig) -> str:

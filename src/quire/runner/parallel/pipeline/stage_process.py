@@ -13,7 +13,10 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -50,11 +53,14 @@ _MIN_CPU_S = 0.01
 class Sender:
     """The socket, to which two threads send."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection, self._lock = connection, threading.Lock()
+    def __init__(self, connection: Connection, own: Own | None = None) -> None:
+        """`own`: what another machine decides by itself. What has failed there is sent with its number."""
+        self._connection, self._own, self._lock = connection, own, threading.Lock()
 
     def send(self, message: Message) -> None:
         """Send a message."""
+        if self._own is not None and isinstance(message, Failed):
+            message = Failed(message.kind, f"machine {self._own.node_rank}: {message.text}")
         with self._lock:
             self._connection.send(message)
 
@@ -63,7 +69,7 @@ def serve(sock: socket.socket, own: Own | None = None, *, pins: bool = True) -> 
     """Compute until the engine's process closes the socket, with the config that it sends, or the parts of it that are
     this machine's `own`. `pins`: whether this process may be bound to the stage's CPUs."""
     connection = Connection(sock)
-    sender, has_ended = Sender(connection), threading.Event()
+    sender, has_ended = Sender(connection, own), threading.Event()
     start = connection.receive(TO_STAGE)
     if not isinstance(start, StageStart):
         return
@@ -102,10 +108,32 @@ def _compute(
         sender.send(StageReady(kernels.isa()))
         sender.send(Done())
         stage = Stage(number, executor, sender, config.model.dtype)
-        while (message := connection.receive(TO_STAGE)) is not None:
+        next_one = partial(connection.receive, TO_STAGE)
+        messages: Iterator[ToStage] = _arriving(connection) if number else iter(next_one, None)
+        for message in messages:
             stage.handle(message)
     finally:
         executor.close()
+
+
+def _arriving(connection: Connection) -> Iterator[ToStage]:
+    """Yield all messages, which a thread reads, also while the last one is still handled: the states of steps that
+    follow may be more than a link holds, and one that takes nothing for `nodes._UNREACHABLE_S` is lost."""
+    arrived = SimpleQueue[ToStage | Exception | None]()
+
+    def read() -> None:
+        try:
+            while (message := connection.receive(TO_STAGE)) is not None:
+                arrived.put(message)
+            arrived.put(None)
+        except Exception as error:  # raised where messages are handled
+            arrived.put(error)
+
+    threading.Thread(target=read, name="arriving", daemon=True).start()
+    while (message := arrived.get()) is not None:
+        if isinstance(message, Exception):
+            raise message
+        yield message
 
 
 def beat(sender: Sender, has_ended: threading.Event) -> None:
