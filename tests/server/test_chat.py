@@ -230,6 +230,27 @@ def test_a_conversation_with_calls_goes_into_the_template():
     assert tokenizer_of(server).decode(body["prompt_token_ids"]) == "[user:?][assistant:weather(Ulm)][tool:rain]"
 
 
+@pytest.mark.parametrize(("more", "role"), [("", "system"), ("{# developer #}", "developer")])
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_developer_has_the_role_of_the_system_where_the_template_has_no_other(more, role, is_own):
+    template = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}" + more
+    given = {"allow_client_chat_template": True} if is_own else {"chat_template": template}
+    server = saying("ok", args=ServerArgs(**given))
+    request = {"messages": [{"role": "developer", "content": "Be short."}, *HELLO["messages"]]}
+    request |= {"return_token_ids": True, "max_tokens": 1} | ({"chat_template": template} if is_own else {})
+    body = server.post(PATH, request).json
+    assert tokenizer_of(server).decode(body["prompt_token_ids"]) == f"[{role}: Be short.][user: Hello]"
+
+
+@pytest.mark.parametrize("calls", [[], None])
+def test_a_message_with_an_empty_list_of_calls_has_none(calls):
+    template = "{% for m in messages %}[{{ 'calls' if 'tool_calls' in m else m.content }}]{% endfor %}"
+    server = saying("ok", args=ServerArgs(chat_template=template))
+    messages = [*HELLO["messages"], {"role": "assistant", "content": "Hi", "tool_calls": calls}]
+    body = server.post(PATH, {"messages": messages, "return_token_ids": True, "max_tokens": 1}).json
+    assert tokenizer_of(server).decode(body["prompt_token_ids"]) == "[Hello][Hi]"
+
+
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking", "tool_plan"])
 def test_a_template_finds_reasoning_under_its_own_name(field, name):

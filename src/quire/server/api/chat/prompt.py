@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 import msgspec
+from msgspec.structs import replace
 
 from quire.common.errors import InvalidPromptError, TokenizerError
 from quire.server.api.chat.protocol import ChatCompletionRequest, ChatMessage, ContentPart, Tool
@@ -67,6 +68,8 @@ async def chat_text(
     template."""
     check_client_template(model, request.chat_template)
     variables = template_variables(model, variables)
+    if not _reads_developers(model, request.chat_template):
+        messages = [replace(m, role="system") if m.role == "developer" else m for m in messages]
 
     def render() -> str:
         try:
@@ -113,6 +116,14 @@ def template_variables(model: ServedModel, given: Mapping[str, Any]) -> dict[str
     return {**(model.args.default_chat_template_kwargs or {}), **given}
 
 
+def _reads_developers(model: ServedModel, template: str | None) -> bool:
+    """Whether the template has the role `developer`, OpenAI's newer name of `system`. Others would leave its messages
+    out, refuse them, or write a role that the model does not know."""
+    known = model.llm.tokenizer.chat_templates
+    sources = known.values() if template is None else [known.get(template, template)]
+    return any("developer" in source for source in sources)
+
+
 def _texts(message: ChatMessage) -> list[str]:
     """The texts that a template may render."""
     parts = message.content if isinstance(message.content, list) else [ContentPart(text=message.content)]
@@ -131,6 +142,8 @@ def _plain_message(message: ChatMessage, where: str, keeps_text: bool) -> dict[s
     if isinstance(message.content, list):
         _check_parts(message.content, f"{where}.content")
     plain.setdefault("content", "")
+    if not message.tool_calls:  # some templates take an empty list for calls, and leave the content out
+        plain.pop("tool_calls", None)
     reasoning = message.reasoning_content or message.reasoning
     if reasoning and not (message.content and message.tool_calls):  # gpt-oss's template refuses all three in a message
         plain |= dict.fromkeys(_REASONING_KEYS, reasoning)
