@@ -196,3 +196,10 @@ def test_stop_strings_are_a_tuple_however_given():
     assert SamplingParams(stop="ab").stop_strings == ("ab",)
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
     assert SamplingParams().stop_strings == ()
+
+
+def test_a_seed_of_minus_one_is_no_seed_as_in_vllm():
+    assert SamplingParams(seed=-1) == SamplingParams()
+    params = SamplingParams(seed=7)
+    params.seed = -1
+    assert params.seed is None

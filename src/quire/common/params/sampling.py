@@ -83,8 +83,8 @@ class SamplingParams(Params, kw_only=True):
     repetition_penalty: float = 1.0
     """Positive logits of tokens in the prompt or output are divided by this number, negative ones multiplied by it."""
     seed: int | None = None
-    """The same seed, prompt and parameters give the same tokens in any batch; None derives one from the engine's seed.
-    """
+    """The same seed, prompt and parameters give the same tokens in any batch; None or -1 derives one from the
+    engine's seed."""
     max_tokens: int | None = 16
     """Largest number of tokens to generate; None for the number that fits into the context."""
     min_tokens: int = 0
@@ -141,6 +141,8 @@ class SamplingParams(Params, kw_only=True):
         check_int("top_k", self.top_k, -1, None, "-1 or 0 for all tokens, or a count")
         if self.seed is not None:
             check_int("seed", self.seed, -MAX_SEED, MAX_SEED, "a 64-bit integer")
+            if self.seed == -1:
+                self.seed = None
         for name in _FLAGS:
             check_flag(name, getattr(self, name))
         self._check_samples()
