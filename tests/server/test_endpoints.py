@@ -71,6 +71,7 @@ def test_models_in_anthropics_form(tiny):
     assert [(model["type"], model["id"]) for model in listed["data"]] == [("model", "quire-tiny"), ("model", "alias")]
     assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("quire-tiny", "alias", False)
     assert listed["data"][1] == tiny.get("/v1/models/alias", headers=version).json
+    assert (listed["data"][0]["lifecycle"], listed["data"][0]["max_input_tokens"]) == ("active", 512)
     missing = tiny.get("/v1/models/nope", headers=version)
     assert (missing.status, missing.json["type"], missing.error["type"]) == (404, "error", "not_found_error")
     assert missing.json["request_id"] == missing.headers["request-id"]

@@ -17,8 +17,8 @@ from quire.server.api.chat.events import (
     UsageEvent,
 )
 from quire.server.api.chat.protocol import ChatCompletionRequest
-from quire.server.api.messages.input import chat_request
-from quire.server.api.messages.protocol import Message, MessagesRequest, ToolUseBlock
+from quire.server.api.messages.input import chat_request, prompt_request
+from quire.server.api.messages.protocol import CountTokensRequest, Message, MessagesRequest, ToolUseBlock
 from quire.server.api.messages.stream import Event, MessageBuilder
 from quire.server.http.errors import ApiError
 
@@ -85,6 +85,30 @@ def test_texts_before_between_and_after_results_stay_where_they_are() -> None:
     ]  # fmt: skip
 
 
+def test_consecutive_messages_of_a_role_are_one_turn() -> None:
+    thinking = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    found = as_chat(
+        {"role": "user", "content": "a"}, user(text("b"), text("c")),
+        {"role": "assistant", "content": [thinking, text("Let me look.")]}, {"role": "assistant", "content": [USE]},
+        user(result("sun")), {"role": "user", "content": "d"}, {"role": "user", "content": "e"},
+    )["messages"]  # fmt: skip
+    assert [(message["role"], message["content"]) for message in found] == [
+        ("user", "a\nb\nc"), ("assistant", "Let me look."), ("tool", "sun"), ("user", "d\ne"),
+    ]  # fmt: skip
+    assert found[1]["reasoning_content"] == "hm"
+    assert [call["id"] for call in found[1]["tool_calls"]] == ["t1"]
+
+
+def test_system_messages_stay_where_they_are_but_the_first_are_one() -> None:
+    first = {"role": "system", "content": "s"}
+    later = {"role": "system", "content": [text("t"), text("u")]}
+    hello = {"role": "user", "content": "a"}
+    assert as_chat(first, later, hello, later, hello, system=[text("r")])["messages"] == [
+        {"role": "system", "content": "r\n\ns\nt\nu"}, {"role": "user", "content": "a"},
+        {"role": "system", "content": "t\nu"}, {"role": "user", "content": "a"},
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("content", [None, "", []])
 def test_a_result_may_be_empty(content: Any) -> None:
     assert as_chat({"role": "assistant", "content": [USE]}, user(result(content)))["messages"][1]["content"] == ""
@@ -116,6 +140,11 @@ def test_a_last_message_of_the_assistant_is_gone_on_with() -> None:
         ([user(result("x", "n" * 101))], {}, "messages[0].content[0].tool_use_id",
          f"no preceding 'tool_use' has the id '{'n' * 100}'"),
         ([user()], {}, "messages[0].content", "is empty"),
+        ([{"role": "user", "content": "a"}, user()], {}, "messages[1].content", "is empty"),
+        ([user(text("a")), user(text("b"), USE)], {}, "messages[1].content[1]", "a block of type 'tool_use' is not"),
+        ([{"role": "system", "content": [USE]}], {}, "messages[0].content[0]",
+         "a block of type 'tool_use' is not allowed in a message of role 'system'"),
+        ([{"role": "system", "content": ""}], {}, "messages", "contains no message of the user or the assistant"),
         ([{"role": "assistant", "content": [result("x")]}], {}, "messages[0].content[0]",
          "a block of type 'tool_result' is not allowed in a message of role 'assistant'"),
         ([{"role": "assistant", "content": [USE]}], {}, "messages",
@@ -276,3 +305,11 @@ def test_every_block_begins_ends_and_is_apart(chat: list[ChatEvent]) -> None:
     assert (kinds(events)[0], *kinds(events)[-2:]) == ("message_start", "message_delta", "message_stop")
     said = "".join(each.text for each in chat if isinstance(each, ContentDelta))
     assert "".join(block.text for block in message.content if hasattr(block, "text")) == said
+
+
+def test_the_effort_is_a_part_of_the_prompt() -> None:
+    hello = {"role": "user", "content": "Hi"}
+    body = {"messages": [hello], "output_config": {"effort": "low", "format": None}}
+    assert prompt_request(msgspec.convert(body, CountTokensRequest)) == {
+        "messages": [hello], "model": None, "reasoning_effort": "low",
+    }  # fmt: skip

@@ -49,7 +49,9 @@ def _card(state: ServerState, name: str) -> ModelCard:
 
 def _anthropic_card(state: ServerState, name: str) -> AnthropicModelCard:
     created = datetime.fromtimestamp(int(state.started), UTC).isoformat().replace("+00:00", "Z")
-    return AnthropicModelCard(id=name, display_name=name, created_at=created)
+    entry = state.models.find(name)
+    max_model_len = None if entry.llm is None else entry.llm.model_config.max_model_len
+    return AnthropicModelCard(id=name, display_name=name, created_at=created, max_input_tokens=max_model_len)
 
 
 ENDPOINTS = (

@@ -1,6 +1,7 @@
 """Converts a request of `/v1/messages` to a chat request: blocks become messages, fields get chat's names."""
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -25,7 +26,6 @@ def chat_request(request: api.MessagesRequest) -> dict[str, Any]:
         "temperature": request.temperature,
         "top_p": request.top_p,
         "user": request.metadata.user_id if request.metadata is not None else None,
-        "reasoning_effort": output.effort,
     }
     if output.format is not None:
         body["response_format"] = {"type": "json_schema", "json_schema": {"schema": output.format.schema}}
@@ -45,6 +45,8 @@ def prompt_request(request: api.CountTokensRequest) -> dict[str, Any]:
         body["tools"] = [_chat_tool(tool) for tool in request.tools]
     if request.tool_choice is not None:
         body |= _tool_choice(request.tool_choice)
+    if request.output_config is not None and request.output_config.effort is not None:
+        body["reasoning_effort"] = request.output_config.effort
     return body | _template_kwargs(request)
 
 
@@ -52,25 +54,44 @@ def chat_messages(
     messages: Sequence[api.InputMessage],
     system: str | Sequence[api.TextBlock | api.ImageBlock | api.DocumentBlock] | None,
 ) -> list[dict[str, Any]]:
-    """The conversation as chat messages. Results of tools are messages of their own, in the order of the blocks."""
+    """The conversation as chat messages. Consecutive messages of a role are one turn, as in Anthropic's API: many
+    templates refuse two of them. `system` and the system messages at the beginning become one. Results of tools are
+    messages of their own, in the order of the blocks."""
+    opening = [system] if isinstance(system, str) else [_joined(_with_places(system or (), "system"), "system")]
     chat: list[dict[str, Any]] = []
-    if system:
-        chat.append({"role": "system", "content": system if isinstance(system, str) else _joined(system, "system")})
     names: dict[str, str] = {}
-    for i, message in enumerate(messages):
-        where = f"messages[{i}]"
-        content = message.content
-        blocks: Sequence[api.Block] = [api.TextBlock(content)] if isinstance(content, str) else content
-        if message.role == "assistant":
-            chat.append(_assistant_message(blocks, names, where))
+    for role, turn in groupby(enumerate(messages), lambda numbered: numbered[1].role):
+        blocks = [block for i, message in turn for block in _placed(message, f"messages[{i}]")]
+        if role == "assistant":
+            chat.append(_assistant_message(blocks, names))
+        elif role == "user":
+            chat += _user_messages(blocks, names)
+        elif chat:
+            chat.append({"role": "system", "content": _joined(blocks, "system")})
         else:
-            chat += _user_messages(blocks, names, where)
-    return chat
+            opening.append(_joined(blocks, "system"))
+    if not chat:
+        raise refused("messages", "contains no message of the user or the assistant")
+    text = "\n\n".join(filter(None, opening))
+    return [{"role": "system", "content": text}, *chat] if text else chat
 
 
-def _assistant_message(blocks: Sequence[api.Block], names: dict[str, str], where: str) -> dict[str, Any]:
+def _with_places(blocks: Sequence[api.Block], where: str) -> list[tuple[str, api.Block]]:
+    return [(f"{where}[{i}]", block) for i, block in enumerate(blocks)]
+
+
+def _placed(message: api.InputMessage, where: str) -> list[tuple[str, api.Block]]:
+    """The blocks of a message, each with its place in the request."""
+    if isinstance(message.content, str):
+        return [(f"{where}.content", api.TextBlock(message.content))]
+    if not message.content and message.role != "assistant":
+        raise refused(f"{where}.content", "is empty")
+    return _with_places(message.content, f"{where}.content")
+
+
+def _assistant_message(blocks: Sequence[tuple[str, api.Block]], names: dict[str, str]) -> dict[str, Any]:
     texts, reasoning, calls = [], [], []
-    for i, block in enumerate(blocks):
+    for place, block in blocks:
         match block:
             case api.TextBlock():
                 texts.append(block.text)
@@ -82,7 +103,7 @@ def _assistant_message(blocks: Sequence[api.Block], names: dict[str, str], where
                 function = {"name": block.name, "arguments": arguments}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case api.ToolResultBlock() | api.ImageBlock() | api.DocumentBlock():
-                raise _misplaced(block, f"{where}.content[{i}]", "assistant")
+                raise _misplaced(block, place, "assistant")
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     if reasoning:
         message["reasoning_content"] = "".join(reasoning)
@@ -91,7 +112,7 @@ def _assistant_message(blocks: Sequence[api.Block], names: dict[str, str], where
     return message
 
 
-def _user_messages(blocks: Sequence[api.Block], names: dict[str, str], where: str) -> list[dict[str, Any]]:
+def _user_messages(blocks: Sequence[tuple[str, api.Block]], names: dict[str, str]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     texts: list[str] = []
 
@@ -100,8 +121,7 @@ def _user_messages(blocks: Sequence[api.Block], names: dict[str, str], where: st
             messages.append({"role": "user", "content": "\n".join(texts)})
             texts.clear()
 
-    for i, block in enumerate(blocks):
-        place = f"{where}.content[{i}]"
+    for place, block in blocks:
         match block:
             case api.TextBlock():
                 texts.append(block.text)
@@ -111,8 +131,6 @@ def _user_messages(blocks: Sequence[api.Block], names: dict[str, str], where: st
             case _:
                 raise _misplaced(block, place, "user")
     flush()
-    if not messages:
-        raise refused(f"{where}.content", "is empty")
     return messages
 
 
@@ -121,15 +139,17 @@ def _tool_message(block: api.ToolResultBlock, names: dict[str, str], place: str)
     if name is None:
         raise refused(f"{place}.tool_use_id", f"no preceding 'tool_use' has the id {block.tool_use_id[:100]!r}")
     content = block.content or ""
-    text = content if isinstance(content, str) else _joined(content, f"{place}.content")
+    text = content if isinstance(content, str) else _joined(_with_places(content, f"{place}.content"), "user")
     return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": text}
 
 
-def _joined(blocks: Sequence[api.TextBlock | api.ImageBlock | api.DocumentBlock], where: str) -> str:
-    for i, block in enumerate(blocks):
+def _joined(blocks: Sequence[tuple[str, api.Block]], role: str) -> str:
+    texts = []
+    for place, block in blocks:
         if not isinstance(block, api.TextBlock):
-            raise _misplaced(block, f"{where}[{i}]", "user")
-    return "\n".join(block.text for block in blocks if isinstance(block, api.TextBlock))
+            raise _misplaced(block, place, role)
+        texts.append(block.text)
+    return "\n".join(texts)
 
 
 def _misplaced(block: api.Block, place: str, role: str) -> ApiError:

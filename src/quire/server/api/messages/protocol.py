@@ -57,7 +57,7 @@ Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThi
 class InputMessage(msgspec.Struct):
     """One turn of the conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
@@ -115,6 +115,7 @@ class CountTokensRequest(ChatExtensions, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -126,7 +127,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     metadata: RequestMetadata | None = None
-    output_config: OutputConfig | None = None
     service_tier: str | None = None
     container: Any = None
     mcp_servers: Any = None

@@ -95,6 +95,9 @@ class AnthropicModelCard(msgspec.Struct, kw_only=True):
     display_name: str
     created_at: str
     """RFC 3339."""
+    lifecycle: str = "active"
+    max_input_tokens: int | None
+    """None as long as the model was never loaded."""
 
 
 class AnthropicModelList(msgspec.Struct, kw_only=True):
