@@ -144,7 +144,7 @@ def test_an_item_that_says_too_little_or_too_much_is_refused_by_its_place(
     ("field", "value"),
     [
         ("tools", [{"type": "web_search"}]),
-        ("input", [{"type": "item_reference", "id": "x"}]),
+        ("input", [{"type": "web_search_call", "id": "x"}]),
         ("max_output_tokens", 0),
         ("top_logprobs", 21),
         ("metadata", {str(i): "" for i in range(17)}),
@@ -194,6 +194,7 @@ def test_what_is_served_is_not_refused(fields: dict[str, Any]) -> None:
         ({"text": {"format": {"type": "text"}}}, {}),
         ({"include": ["message.output_text.logprobs"]}, {"logprobs": True, "top_logprobs": 0}),
         ({"tools": [], "tool_choice": "required"}, {"tool_choice": "required"}),
+        ({"reasoning": {"effort": "max"}}, {"reasoning_effort": "max"}),
     ],
 )
 def test_a_field_alone_takes_the_name_of_chat(fields: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -10,10 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from quire.server.api.chat.output import ChatPlan
 from quire.server.api.chat.protocol import ChatCompletionRequest
-from quire.server.api.chat.run import run_chat
+from quire.server.api.chat.run import make_prompt, run_chat
 from quire.server.api.responses import protocol as api
 from quire.server.api.responses.input import chat_request, check_request, is_response_id, new_id, own_items
+from quire.server.api.responses.references import item_ids, read_references
 from quire.server.api.responses.run import BackgroundRun, Run, StoredResponses, stored
 from quire.server.api.responses.store import StoredResponse
 from quire.server.api.responses.stream import ResponseBuilder
@@ -62,6 +64,14 @@ async def create(request: Request) -> ASGIApp:
     if run.error is not None:
         raise run.error
     return json_response(run.builder.response)
+
+
+async def count_input_tokens(request: Request) -> ASGIApp:
+    """Count the tokens of a response's prompt, without generating."""
+    body = await read_struct(request, api.ResponsesRequest)
+    model, chat, _ = await _read_chat(request, body, stored_responses(state_of(request)), context_of(request).tenant)
+    prompt = await make_prompt(model, chat, ChatPlan(model, chat))
+    return json_response(api.InputTokens(len(prompt["prompt_token_ids"])))
 
 
 async def retrieve(request: Request) -> ASGIApp:
@@ -121,18 +131,7 @@ async def input_items(request: Request) -> ASGIApp:
 
 
 async def _make_run(request: Request, body: api.ResponsesRequest, responses: StoredResponses, owner: str) -> Run:
-    state = state_of(request)
-    model = await use_model(request, body.model)
-    check_request(body)  # its errors have the body's own names, such as `prompt`
-    context_of(request).field_names |= _FIELD_NAMES
-    earlier = await _history(responses, owner, body.previous_response_id, state.args.max_body)
-
-    def read() -> tuple[ChatCompletionRequest, bytes]:
-        own = own_items(body)
-        return msgspec.convert(chat_request(body, earlier + own), ChatCompletionRequest), msgspec.json.encode(own)
-
-    is_quick = len(body.input) + len(earlier) <= _QUICK_ITEMS or isinstance(body.input, str)
-    chat, encoded = read() if is_quick else await asyncio.to_thread(read)
+    model, chat, encoded = await _read_chat(request, body, responses, owner)
     chat.stream = bool(body.stream or body.background)
     response = _new_response(model, body, context_of(request).model)
 
@@ -146,13 +145,34 @@ async def _make_run(request: Request, body: api.ResponsesRequest, responses: Sto
         return len(await model.llm.tokenize(text, False))
 
     return Run(
-        ResponseBuilder(response, new_id),
+        ResponseBuilder(response, item_ids(response.id)),
         run_chat(model, chat, response.id, request),
         to_api_error=context_of(request).api_error,
         abort_error=context_of(request).abort_error,
         count_tokens=count_tokens,
         keep=keep if response.store else None,
     )
+
+
+async def _read_chat(
+    request: Request, body: api.ResponsesRequest, responses: StoredResponses, owner: str
+) -> tuple[ServedModel, ChatCompletionRequest, bytes]:
+    """The model, the chat request with the same meaning, and the request's own items as JSON, as they are stored."""
+    max_body = state_of(request).args.max_body
+    model = await use_model(request, body.model)
+    check_request(body)  # its errors have the body's own names, such as `prompt`
+    context_of(request).field_names |= _FIELD_NAMES
+    earlier = await _history(responses, owner, body.previous_response_id, max_body)
+    if not isinstance(body.input, str):
+        body.input = await read_references(body.input, responses.store, owner, max_body)
+
+    def read() -> tuple[ChatCompletionRequest, bytes]:
+        own = own_items(body)
+        return msgspec.convert(chat_request(body, earlier + own), ChatCompletionRequest), msgspec.json.encode(own)
+
+    is_quick = len(body.input) + len(earlier) <= _QUICK_ITEMS or isinstance(body.input, str)
+    chat, encoded = read() if is_quick else await asyncio.to_thread(read)
+    return model, chat, encoded
 
 
 async def _history(
@@ -248,6 +268,10 @@ ENDPOINTS = (
     Endpoint(
         "/v1/responses", "POST", create, "Create a response",
         request=api.ResponsesRequest, response=api.Response, chunk=dict[str, Any], generates=True,
+    ),
+    Endpoint(
+        "/v1/responses/input_tokens", "POST", count_input_tokens, "Count the tokens of a response's prompt",
+        request=api.ResponsesRequest, response=api.InputTokens,
     ),
     Endpoint(_RESPONSE, "GET", retrieve, "Retrieve a stored response", response=api.Response, chunk=dict[str, Any]),
     Endpoint(_RESPONSE, "DELETE", delete, "Delete a stored response", response=api.DeletedResponse),

@@ -60,9 +60,10 @@ InputPart = InputText | OutputText | Refusal | InputImage | InputFile
 
 
 class InputItem(msgspec.Struct):
-    """One item of a conversation, an input or an earlier output; `type` determines which fields are used."""
+    """One item of a conversation, an input or an earlier output; `type` determines which fields are used. In
+    the place of an earlier output, a reference has its `id`."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
     id: str | None = None
     status: str | None = None
     role: Role | None = None
@@ -126,7 +127,7 @@ class TextConfig(msgspec.Struct):
 class Reasoning(msgspec.Struct):
     """Options for reasoning."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
@@ -264,6 +265,13 @@ class Response(msgspec.Struct, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+
+class InputTokens(msgspec.Struct):
+    """Answer of `POST /v1/responses/input_tokens`."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
 class DeletedResponse(msgspec.Struct):
