@@ -148,6 +148,16 @@ def test_values_and_names_are_not_read_as_keywords(matcher) -> None:
     assert allows(matcher(json=schema), '{"exclusiveMinimum":{"exclusiveMinimum":0,"minProperties":9}}')
 
 
+def test_names_of_properties_that_may_be_any_text_are_no_constraint(matcher) -> None:
+    record = {"type": "object", "additionalProperties": {"type": "integer"}}
+    for any_name in ({"type": "string"}, {}):
+        it = matcher(json={"properties": {"propertyNames": record | {"propertyNames": any_name}}})
+        assert allows(it, '{"propertyNames":{"a":1,"b c":2}}')
+        assert not allows(it, '{"propertyNames":{"a":"b"}}')
+    it = matcher(json=record | {"propertyNames": {"type": "string", "maxLength": 2}})
+    assert 'Unimplemented keys: ["propertyNames"]' in it.get_error()
+
+
 def test_the_options_of_the_library_are_not_the_clients(matcher) -> None:
     it = matcher(json={"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}})
     assert 'Unimplemented keys: ["uniqueItems"]' in it.get_error()

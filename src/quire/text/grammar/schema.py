@@ -9,6 +9,8 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LITERALS = ("const", "enum")
 _VALUES = (*_LITERALS, "default", "examples")
 """Keywords whose value is no schema. Values of unknown keywords may contain schemas, to which a `$ref` can refer."""
+_ANY_NAME: tuple[dict[str, str], ...] = ({}, {"type": "string"})
+"""Values of `propertyNames` that say nothing. Zod writes the second for every record; the library knows neither."""
 _BOUNDS = (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1))
 """Keywords of inclusive and exclusive bounds, and the sign of the direction inwards."""
 _SMALLEST = 1e-60
@@ -37,6 +39,8 @@ def adapted_schema(schema: Any, *, is_closed: bool, place: _Place = None) -> Any
         here = (place, keyword)
         if keyword in _LITERALS:
             _check_numbers(value, here)
+        if keyword == "propertyNames" and value in _ANY_NAME:
+            continue
         if keyword in _VALUES:
             adapted[keyword] = value
         elif keyword in _MAPS and isinstance(value, dict):
