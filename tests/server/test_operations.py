@@ -183,6 +183,7 @@ def test_other_sites_pages_may_call_only_if_they_are_named(operated):
     refused = server.get("/v1/models", headers=origin)
     assert refused.status == 401
     assert refused.headers["access-control-allow-origin"] == "https://app.example"
+    assert {"x-request-id", "request-id"} <= set(refused.headers["access-control-expose-headers"].split(", "))
     ask_first = origin | {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     assert server.call("OPTIONS", "/v1/chat/completions", headers=ask_first).status == 200
     other = server.get("/v1/models", headers=KEY | {"origin": "https://evil.example"})

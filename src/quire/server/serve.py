@@ -236,7 +236,7 @@ def build_app(
             allow_methods=["*"],
             allow_headers=["*"],
             allow_credentials=args.allow_credentials,
-            expose_headers=["x-request-id", "x-quire-warning", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "x-quire-warning", "retry-after"],
         )
     logs = [log_request] if args.log_requests else []
     return Observer(app, [metrics.on_http_response, *logs, *sinks], keep_bodies=args.log_prompts)
