@@ -2,11 +2,13 @@
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from quire.common.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.server.api.shared.fields import JsonSchemaFormat, Prediction, ResponseFormat, SamplingFields, StreamOptions
 from quire.server.api.shared.sampling import check_request, make_params, name_fields, num_choices, structure
+from quire.server.api.tools.schemas import closed
 from quire.server.http.errors import ApiError
 
 STATE = SimpleNamespace(
@@ -114,6 +116,16 @@ def test_a_response_format_may_have_a_schema():
     text = ResponseFormat(type="text", json_schema=JsonSchemaFormat(schema=schema))
     assert structure(SamplingFields(response_format=text)) is None
     assert structure(SamplingFields()) is None
+
+
+def test_the_objects_of_a_format_have_the_properties_that_it_names():
+    schema = {"properties": {"a": {"type": "integer"}, "b": {"type": "object"}}}
+    for name, expected in (("response_format", schema | {"additionalProperties": False}), ("guided_json", schema)):
+        given = schema if name == "guided_json" else {"type": "json_schema", "json_schema": {"schema": schema}}
+        fields = msgspec.convert({name: given}, SamplingFields)
+        assert structure(fields) == StructuredOutputsParams(json=expected)
+    large = {"properties": {str(i): {"properties": {}} for i in range(20_000)}}
+    assert closed(large) is large, "it is refused anyway"
 
 
 def test_a_response_format_may_be_a_structural_tag():

@@ -122,11 +122,31 @@ def test_a_free_choice_forces_nothing(choice):
 
 
 def test_a_named_function_forces_its_arguments():
-    tools = [tool("g"), tool("tree", parameters=TREE)]
+    tools = [tool("g", parameters={}), tool("h"), tool("tree", parameters=TREE)]
     assert forced_tools(*request(tools, named("tree"))) == ForcedTools("tree")
     structure = tool_choice_structure(*request(tools, named("tree")))
     assert structure.json == TREE
     assert tool_choice_structure(*request(tools, named("g"))).json == {"type": "object"}
+    no_arguments = {"type": "object", "properties": {}, "additionalProperties": False}
+    assert tool_choice_structure(*request(tools, named("h"))).json == no_arguments
+
+
+def test_a_forced_call_has_the_arguments_that_the_schema_names():
+    inner = {"type": "object", "properties": {"c": {"enum": [{"properties": {}}]}}}
+    free = [{"type": "object"}, {"additionalProperties": {"type": "integer"}}, {"properties": {}, "anyOf": [{}]}]
+    schema = {
+        "properties": {"a": {"items": inner}, "b": {"anyOf": free}, "d": {"$ref": "#/$defs/i"}},
+        "$defs": {"i": inner},
+    }
+    shut = inner | {"additionalProperties": False}
+    found = tool_choice_structure(*request([tool(parameters=schema)], named())).json
+    assert found == {
+        "type": "object", "additionalProperties": False, "$defs": {"i": shut},
+        "properties": {"a": {"items": shut}, "b": {"anyOf": free}, "d": {"$ref": "#/$defs/i"}},
+    }  # fmt: skip
+    for open_one in (schema | {"additionalProperties": True}, {"properties": {"allOf": {"allOf": [inner, inner]}}}):
+        found = tool_choice_structure(*request([tool(parameters=open_one)], named())).json
+        assert found.get("additionalProperties", True) is True
 
 
 CALL = {"name": "tree", "parameters": {"value": 1, "left": {"value": 2}}}
@@ -148,7 +168,7 @@ CALL = {"name": "tree", "parameters": {"value": 1, "left": {"value": 2}}}
     ],
 )
 def test_required_forces_calls_of_the_tools(output, parallel, is_right, accepts):
-    given = request([tool("tree", parameters=TREE), tool("g")], "required")
+    given = request([tool("tree", parameters=TREE), tool("g", parameters={})], "required")
     assert forced_tools(*given) == ForcedTools()
     structure = tool_choice_structure(*given, parallel)
     assert Draft202012Validator(structure.json).is_valid(output) == is_right
@@ -156,7 +176,7 @@ def test_required_forces_calls_of_the_tools(output, parallel, is_right, accepts)
 
 
 def test_forced_json_has_no_room_for_endless_space(accepts):
-    grammar = library_grammar(tool_choice_structure(*request([tool()], named())))
+    grammar = library_grammar(tool_choice_structure(*request([tool(parameters={})], named())))
     assert accepts(grammar, '{"a": 1}')
     assert accepts(grammar, '{"a":1}')
     assert not accepts(grammar, '{"a":  1}')

@@ -21,7 +21,7 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
     schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
-    """Accepted without effect: every output matches the schema."""
+    """Accepted without effect: every output matches the schema, and has no properties that it does not mention."""
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from quire.common.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.server.api.shared.fields import Prediction, ResponseFormat, SamplingFields
+from quire.server.api.tools.schemas import closed
 from quire.server.http.errors import invalid
 from quire.server.http.state import RequestContext
 from quire.server.models.served_model import ServedModel
@@ -90,7 +91,7 @@ def structure(request: SamplingFields) -> StructuredOutputsParams | None:
                 "response_format of type json_schema requires the field json_schema", "response_format.json_schema"
             )
         else:
-            found["response_format"] = StructuredOutputsParams(json=schema.schema)
+            found["response_format"] = StructuredOutputsParams(json=closed(schema.schema))
     if request.structured_outputs is not None:
         found["structured_outputs"] = request.structured_outputs
     for name, field in _GUIDED.items():

@@ -7,16 +7,47 @@ from typing import Any
 import msgspec
 
 from quire.common.errors import InvalidParamsError
+from quire.common.params.structured_outputs import MAX_BYTES
 from quire.server.api.chat.protocol import Tool
 
 MAX_REFERRED_BYTES = 256 * 1024
 
 _TYPES = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords whose value maps names to schemas."""
+_INNER = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
+"""Keywords whose value is a schema or a list of them."""
+_MORE = ("anyOf", "oneOf", "$ref")
+"""Keywords that may add properties to those beside them."""
 
 
 def argument_schemas(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
-    """The schema of each function's arguments, an object, by its name."""
-    return {tool.function.name: {**(tool.function.parameters or {}), "type": "object"} for tool in tools}
+    """The schema of each function's arguments, an object, by its name. A function without a schema has no arguments."""
+    functions = [tool.function for tool in tools]
+    schemas = {one.name: {"properties": {}} if one.parameters is None else one.parameters for one in functions}
+    return {name: {**closed(schema), "type": "object"} for name, schema in schemas.items()}
+
+
+def closed(schema: Any) -> Any:
+    """A schema whose objects have the properties that it names, and others only where it mentions them: programs that
+    write schemas mostly mean that, and do not expect the names that a model makes up. One with `allOf`, whose parts may
+    name different properties, is returned unchanged, and so is one that is too large. Raises RecursionError."""
+    encoded = msgspec.json.encode(schema)
+    return schema if len(encoded) > MAX_BYTES["json"] or b'"allOf"' in encoded else _closed(schema)
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: _closed(value) if key in _INNER else value for key, value in schema.items()}
+    for key in _NAMED:
+        if isinstance(inner := schema.get(key), dict):
+            made[key] = {name: _closed(item) for name, item in inner.items()}
+    if "properties" in schema and not any(word in schema for word in _MORE):
+        made.setdefault("additionalProperties", False)
+    return made
 
 
 def array_schema(items: dict[str, Any], parallel: bool) -> dict[str, Any]:
