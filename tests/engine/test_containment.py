@@ -284,6 +284,24 @@ def test_committed_tokens_are_emitted_though_the_step_fails_afterwards():
     check_nothing_is_held(engine)
 
 
+def test_a_request_that_has_ended_in_an_interrupted_step_is_returned_once_and_its_id_is_free(monkeypatch):
+    engine = make_engine()
+    add(engine, "a", [3] * 3, max_tokens=1)
+
+    def interrupt(**_):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine._isolator, "succeeded", interrupt)  # the tokens are committed, and not returned yet
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert engine.abort_request("a").outputs[0].finish_reason == "length"
+    add(engine, "a", [3] * 3, max_tokens=3)
+    outputs = [engine.step() for _ in range(3)]
+    assert [[len(output.outputs[0].token_ids) for output in step] for step in outputs] == [[1], [2], [3]]
+    check_nothing_is_held(engine)
+
+
 # What comes in
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from quire import LLM, ConfigError, SamplingParams
+from quire.common.faults import Fault, inject
 from quire.engine.metrics import HELP, Counter, Gauge, Histogram, Metric, Vector
 
 from ..scripted_engine import scripted_llm
@@ -53,8 +54,24 @@ def test_aborted_requests_are_counted_and_forgotten(llm: LLM) -> None:
     llm.engine.abort_request("early")
     llm.engine.add_request("late", "Hello", SamplingParams())
     llm.engine.step()
-    llm.engine.abort_request("late")
-    assert metrics_of(llm)["vllm:request_success['abort']"].value == 2  # type: ignore[attr-defined]
+    aborted = llm.engine.abort_request("late")
+    assert aborted is not None
+    assert aborted.metrics is not None
+    assert aborted.metrics.finished_time is not None
+    found = metrics_of(llm)
+    assert found["vllm:request_success['abort']"].value == 2  # type: ignore[attr-defined]
+    assert found["vllm:request_inference_time_seconds[]"].count == 1  # type: ignore[attr-defined]
+    assert llm.engine._metrics is not None
+    assert not llm.engine._metrics._live
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_request_whose_output_cannot_be_made_has_ended_with_an_error(llm: LLM) -> None:
+    llm.engine.add_request("a", "Hello", SamplingParams())
+    with inject(Fault("output.make")):
+        (output,) = llm.engine.step()
+    assert output.error is not None
+    assert metrics_of(llm)["vllm:request_success['error']"].value == 1  # type: ignore[attr-defined]
     assert llm.engine._metrics is not None
     assert not llm.engine._metrics._live
 

@@ -69,15 +69,13 @@ class LLMEngine:
         self.committer = Committer(self.requests, max_model_len=config.model.max_model_len, drafting=drafting)
         self._use_tokenizer(tokenizer)
         self._metrics = EngineMetrics(config.model.model) if config.measures_requests else None
-        self._measure(())
         self._groups: dict[str, SequenceGroup] = {}
         self.in_use = threading.Lock()
         """Held by the call that steps it to the end of its requests."""
         self._is_planning = False  # the scheduler is at work, or has raised
         self._changed: list[SequenceGroup] = []  # by steps, and not returned yet
-        self._isolator = FailureIsolator()
+        self._isolator, self._accounting = FailureIsolator(), Accounting()
         self._in_flight = StepsInFlight(self.requests, executor)
-        self._accounting = Accounting()
 
     @classmethod
     def from_args(cls, args: EngineArgs) -> LLMEngine:
@@ -145,8 +143,9 @@ class LLMEngine:
         """Schedule, execute, commit. Returns the requests that got a token or finished, as their output_kind says.
         Raises EngineBrokenError once the engine is broken and every request has been returned."""
         changed = self._contained_step()
-        self._measure(changed)
-        return [output for group in changed if (output := self._output(group)) is not None]
+        outputs = [output for group in changed if (output := self._output(group)) is not None]
+        self._measure(changed)  # also what has failed only now
+        return outputs
 
     def advance(self) -> list[SequenceGroup]:
         """As `step`, for a caller that makes its own outputs and metrics of the requests that have changed."""
@@ -265,15 +264,16 @@ class LLMEngine:
         if (group := self._groups.get(request_id)) is None:
             return None
         self._abort(group)
+        self._changed = [other for other in self._changed if other is not group]
         self._measure([group])
         return self._output(group)
 
     def _abort(self, group: SequenceGroup) -> None:
-        is_queued = self._accounting.error is None and not self.grammars.remove(group)
-        if is_queued and not group.is_finished:  # otherwise it ended in a failed step, and has not been returned yet
-            self.requests.remove(group)
+        if self._accounting.error is None and not self.grammars.remove(group) and not group.is_finished:
+            self.requests.remove(group)  # unless it ended in a failed step, and has not been returned yet
         for seq in group.unfinished_seqs:
             seq.finish(SequenceStatus.FINISHED_ABORTED)
+            group.metrics.finished_time = time.monotonic()
 
     def check_pin(self, prompt: Prompt, lora_request: AnyAdapter = None) -> None:
         """Raise a RequestError if the prompt is wrong, or larger than what may still be pinned."""
