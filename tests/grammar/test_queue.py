@@ -306,3 +306,23 @@ def test_tenants_that_use_as_little_take_turns(serial):
         serial.end(groups[serial.compiler.choices[-1]])
     assert serial.compiler.choices == ["a0", "b0", "c0", "a1", "b1", "a2"]
     assert serial._served == ["a"]
+
+
+class Unread(dict):
+    """Knows what is asked for by key, and cannot be gone through."""
+
+    def __iter__(self):
+        raise AssertionError("a new request looks at all others")
+
+    keys = values = items = __iter__
+
+
+def test_a_new_grammar_takes_no_longer_however_many_are_in_use(queue):
+    queue._in_use = Unread()
+    groups = [request(choice, tenant) for choice, tenant in ("aa", "ba", "cb")]
+    for group in groups:
+        queue.add(group)
+    assert (queue._num_in_use, len(queue._in_use_by)) == (sum(map(num_bytes, groups)), 2)
+    for group in (*groups, *groups):
+        queue.forget(group)
+    assert (queue._num_in_use, queue._in_use_by) == (0, {})

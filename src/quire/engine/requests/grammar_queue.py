@@ -38,6 +38,8 @@ class GrammarQueue:
         self.clock = clock
         self._held: dict[SequenceGroup, int] = {}  # waiting for memory, with the bytes of the source
         self._in_use: dict[SequenceGroup, int] = {}  # those being compiled or run, with the same
+        self._in_use_by = Counter[str]()  # these bytes by tenant
+        self._num_in_use = 0  # all these bytes
         self._waiting: dict[SequenceGroup, Compilation] = {}
         self._deadlines: dict[SequenceGroup, float] = {}  # of the compilations that a thread has begun
         self._failed: list[SequenceGroup] = []
@@ -65,27 +67,25 @@ class GrammarQueue:
 
     def _begin(self) -> None:
         """Start the compilations for which there is memory, always from the tenants with the least in use."""
-        in_use: Counter[str] = Counter()
-        for user, num_bytes in self._in_use.items():
-            in_use[user.params.tenant] += num_bytes
-        while (group := self._next(in_use)) is not None:
+        while (group := self._next()) is not None:
             params, num_bytes = group.params, self._held.pop(group)
             assert params.structured_outputs is not None
             self._in_use[group] = num_bytes
-            in_use[params.tenant] += num_bytes
+            self._in_use_by[params.tenant] += num_bytes
+            self._num_in_use += num_bytes
             waiting = {held.params.tenant for held in self._held}
             self._served = [tenant for tenant in self._served if tenant in waiting and tenant != params.tenant]
             self._served.append(params.tenant)
             jumps = _jumps(group.seqs[0].draws[0])
             self._waiting[group] = self.compiler.submit(params.structured_outputs, params.tenant, jumps=jumps)
 
-    def _next(self, in_use: Counter[str]) -> SequenceGroup | None:
+    def _next(self) -> SequenceGroup | None:
         """The first request, of the tenants that use the least memory, whose grammar fits into what is left. Of two
         such tenants the one comes first that was served longer ago.
 
         Where none of them fits, tenants that use more wait too: they would take the memory that is becoming free.
         """
-        total = in_use.total()
+        total, in_use = self._num_in_use, self._in_use_by
         least = min((in_use[group.params.tenant] for group in self._held), default=0)
         candidates = [group for group in self._held if in_use[group.params.tenant] == least]
         turns = {tenant: turn for turn, tenant in enumerate(self._served, start=1)}
@@ -95,7 +95,12 @@ class GrammarQueue:
 
     def forget(self, group: SequenceGroup) -> None:
         """A request has ended, and the memory of its grammar is free."""
-        self._in_use.pop(group, None)
+        num_bytes, tenant = self._in_use.pop(group, 0), group.params.tenant
+        if num_bytes:
+            self._num_in_use -= num_bytes
+            self._in_use_by[tenant] -= num_bytes
+            if not self._in_use_by[tenant]:
+                del self._in_use_by[tenant]
 
     def remove(self, group: SequenceGroup) -> bool:
         """Remove a request. Returns False if it is not in this queue."""
