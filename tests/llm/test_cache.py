@@ -75,6 +75,7 @@ def test_a_sleeping_engine_gives_its_memory_back_and_wakes_up_the_same() -> None
     llm.sleep(level=1)
     assert cache() is None
     assert llm.engine.stats().num_used_blocks == 0
+    assert [llm.engine.step() for _ in range(10)] == [[]] * 10
     with pytest.raises(RequestError, match="the engine sleeps"):
         llm.generate("What does", params)
     with pytest.raises(RequestError, match="the engine sleeps"):  # and no list of ignored prompts
