@@ -278,6 +278,9 @@ class TestProcessors:
             (type("Kind#2", (), {"__call__": len})(), "^the logits processor Kind#2 failed: TypeError: "),
             (lambda _, x: x * torch.nan, "<lambda> failed: .*left no token that could be drawn"),
             (lambda _, x: x.fill_(-torch.inf), "<lambda> failed: .*left no token that could be drawn"),
+            (lambda _, x: x.to_sparse(), "<lambda> failed: NotImplementedError: Could not run [^\n]*$"),
+            (lambda _, x: x[0], r"<lambda> failed: .*returned shape \[\]"),
+            (lambda _, x: next(iter(())), "<lambda> failed: StopIteration: $"),
         ],
     )
     def test_a_failure_is_reported_for_its_row_only(self, processor, message):

@@ -43,7 +43,8 @@ def run_processors(
             changed[index] = own
         except Exception as error:  # a caller's code may raise anything, and only that caller's request fails
             kind = name.rpartition("#")[0]
-            errors[index] = f"the logits processor {kind} failed: {type(error).__name__}: {error}"
+            reason = str(error).partition("\n")[0]  # torch may list a hundred backends behind it
+            errors[index] = f"the logits processor {kind} failed: {type(error).__name__}: {reason}"
     return changed, errors
 
 
