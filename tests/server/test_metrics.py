@@ -1,6 +1,7 @@
 """Metrics: the names that dashboards know, filled from what the engine and its requests tell."""
 
 import json
+import mmap
 import re
 from collections import Counter
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.common.outputs import AdapterStats, DraftStats, EngineStats, RequestMetrics
@@ -293,12 +295,24 @@ def test_several_models_share_families_and_differ_in_their_label(engine, clock):
 
 
 @pytest.mark.parametrize(
-    ("accept", "expected"), [(None, "text/plain"), ("application/openmetrics-text; version=1.0.0", "openmetrics")]
+    ("accept", "expected"),
+    [
+        (None, "text/plain"),
+        ("application/openmetrics-text; version=1.0.0", "openmetrics"),
+        ("application/openmetrics-text; version=latest", "text/plain"),
+        ("text/plain; version=0.0.4a", "text/plain"),
+        ("application/openmetrics-text", "openmetrics"),
+        ("application/openmetrics-text; version=0.0.1", "text/plain"),
+        ("text/plain; version=x, application/openmetrics-text; q=0.5; version=1.0.0", "openmetrics"),
+    ],
 )
 def test_the_format_is_the_one_that_is_asked_for(metrics, accept, expected):
     body, content_type = metrics.render(accept)
     assert expected in content_type
     assert body.endswith(b"# EOF\n") is (expected == "openmetrics")
+    parse = openmetrics_families if expected == "openmetrics" else text_string_to_metric_families
+    assert {family.name for family in parse(body.decode())} > {"vllm:num_requests_running", "vllm:prompt_tokens"}
+    assert b"\nvllm:time_to_first_token_seconds_bucket{" in body
 
 
 @given(st.lists(st.floats(0, 100), max_size=50))
@@ -338,3 +352,9 @@ def test_drafts_are_counted_by_tenant(engine, metrics):
     text = metrics.render()[0].decode()
     found = dict(re.findall(r"^quire:tenant_(\w+)_total\{[^}]*tenant=\"team\"[^}]*\} ([0-9.]+)$", text, re.MULTILINE))
     assert found == {"draft_tokens": "9.0", "accepted_draft_tokens": "6.0"}
+
+
+def test_memory_is_counted_in_the_machines_pages(metrics, monkeypatch):
+    before = value(metrics, "quire:process_memory_bytes", process="engine")
+    monkeypatch.setattr(mmap, "PAGESIZE", 16 * mmap.PAGESIZE)
+    assert value(metrics, "quire:process_memory_bytes", process="engine") > 8 * before > 0

@@ -8,14 +8,20 @@ from itertools import chain
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics import exposition as openmetrics
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.http.endpoint import Endpoint
 from quire.server.http.state import RequestContext, state_of
 from quire.server.operations.model_metrics import ModelMetrics, process_memory
+
+_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+_UNESCAPED = {"escaping": "allow-utf-8"} if hasattr(openmetrics, "ALLOWUTF8") else {}
+"""No name needs an escape. Where the library has escapes for OpenMetrics, they turn the colons of all names into
+underscores by default."""
 
 
 class Metrics:
@@ -42,8 +48,10 @@ class Metrics:
 
     def render(self, accept: str | None = None) -> tuple[bytes, str]:
         """The metrics and their content type: OpenMetrics if the `Accept` header asks for it, else Prometheus' text."""
-        encoder, content_type = choose_encoder(accept or "")
-        return encoder(self.registry), content_type
+        if _asks_for_openmetrics(accept or ""):
+            body: bytes = openmetrics.generate_latest(self.registry, **_UNESCAPED)  # type: ignore[no-untyped-call]
+            return body, openmetrics.CONTENT_TYPE_LATEST
+        return generate_latest(self.registry), _TEXT
 
     def on_http_response(self, context: RequestContext) -> None:
         """The response to an HTTP request is complete."""
@@ -69,6 +77,16 @@ class Metrics:
         text = "Requests refused with status 429, by reason"
         yield first.split(CounterMetricFamily, "quire:requests_refused", text, "reason", self._refused())
         yield process_memory(first, "server", "self")
+
+
+def _asks_for_openmetrics(accept: str) -> bool:
+    """Whether the header lists OpenMetrics 1.0.0, or no version of it."""
+    for kind in accept.split(","):
+        name, *parameters = [part.strip() for part in kind.split(";")]
+        versions = [text.partition("=")[2] for text in parameters if text.startswith("version=")]
+        if name == "application/openmetrics-text" and versions in ([], ["1.0.0"]):
+            return True
+    return False
 
 
 async def _get_metrics(request: Request) -> Response:

@@ -5,6 +5,7 @@ Nothing is formatted before it is scraped.
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -126,4 +127,4 @@ def resident_bytes(pid: str) -> int | None:
         pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
     except (OSError, IndexError, ValueError):
         return None
-    return pages * 4096
+    return pages * mmap.PAGESIZE
