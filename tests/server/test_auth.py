@@ -74,6 +74,14 @@ def test_a_wrong_key_file_is_refused_without_quoting_it(tmp_path, text, message)
     assert "topsecret" not in str(raised.value)
 
 
+@pytest.mark.parametrize("text", ["", "\n# alice:retired\n"])
+def test_a_key_file_without_keys_is_refused(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"^api_key_file='.*/keys' has no keys"):
+        keys_of(tmp_path, text)
+    with pytest.raises(ConfigError, match=r"^admin_key_file='.*/keys' has no keys"):
+        ApiKeys.load_admin(ServerArgs(admin_key_file=str(tmp_path / "keys")), {})
+
+
 def test_a_missing_key_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"^api_key_file='.*/none' cannot be read"):
         ApiKeys.load(ServerArgs(api_key_file=str(tmp_path / "none")), {})
@@ -183,7 +191,9 @@ def test_both_shapes_of_the_answer():
     ("allowed", "host", "expected"),
     [((), b"localhost:8000", True), ((), b"127.0.0.1", True), ((), b"[::1]:8000", True),
      ((), b"evil.example:8000", False), ((), b"localhost.evil.example", False),
-     (("API.example",), b"api.example:443", True), (("api.example",), b"localhost", False)],
+     (("API.example",), b"api.example:443", True), (("api.example",), b"localhost", False),
+     (("api.example:443",), b"api.example:443", True), (("api.example:443",), b"api.example", False),
+     (("api.example:443",), b"api.example:444", False)],
 )  # fmt: skip
 def test_requests_for_other_hosts_are_refused(allowed, host, expected):
     middleware = AllowedHosts(app, allowed)

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import re
 
 import pytest
 import yaml
@@ -95,6 +96,10 @@ def test_what_is_printed_can_be_read_back_and_holds_no_key(tmp_path):
         ({"log_prompts": True, "log_requests": False}, "log_prompts"),
         ({"host": "0.0.0.0"}, "no API key is configured"),
         ({"host": "example.org"}, "no API key is configured"),
+        ({"guard_metrics": True}, "guard_metrics requires API keys"),
+        ({"guard_health": True}, "guard_health requires API keys"),
+        ({"allow_credentials": True}, "allow_credentials requires allowed_origins"),
+        ({"model": "a", "models": {"b": "c"}}, "model='a' is given beside models"),
     ],
 )  # fmt: skip
 def test_a_wrong_argument_is_refused_by_name(given, message, monkeypatch):
@@ -139,6 +144,33 @@ def test_a_file_other_than_a_list_of_names_is_refused(tmp_path, text):
         merge_args(str(path), {})
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("port: 1\nhost: a\nport: 2\n", "line 3: 'port' occurs twice"),
+        ("models:\n  a: x\n  a: y\n", "line 3: 'a' occurs twice"),
+        ("max-num-seqs: 1\nmax_num_seqs: 2\n", "'max_num_seqs' twice, with dashes and without"),
+    ],
+)
+def test_no_name_in_a_file_is_dropped_for_another(tmp_path, text, message):
+    path = tmp_path / "quire.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        merge_args(str(path), {})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["api_key: [topsecret, 123]", "admin_key: 70953123", "api_key: [topsecret\nport: 1", "api_key: topsecret: x"],
+)
+def test_no_message_about_a_file_quotes_a_key(tmp_path, text):
+    path = tmp_path / "quire.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        merge_args(str(path), {})
+    assert not re.search("topsecret|70953", str(raised.value))
+
+
 def test_a_missing_or_broken_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         merge_args(str(tmp_path / "none.yaml"), {})
@@ -167,6 +199,9 @@ def test_others_may_connect_only_with_a_key_or_leave(monkeypatch, tmp_path):
     assert ServerArgs(host="0.0.0.0", uds=str(tmp_path / "s")).is_local
     monkeypatch.setenv("QUIRE_API_KEY", "k")
     assert ServerArgs(host="::").has_api_key
+    monkeypatch.setenv("QUIRE_API_KEY", " , ")
+    with pytest.raises(ConfigError, match="no API key is configured"):
+        ServerArgs(host="::")
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ _MORE_THAN_0 = (
     "model_wait_s",
 )
 _BYTES = ("max_body_bytes", "max_header_bytes", "response_store_max_bytes")
+_KEYS = ("api_key", "admin_key")
+"""Arguments whose values no message quotes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +120,7 @@ class ServerArgs:
         "START...END",
     )
     response_store: str | None = arg(None, "file for stored responses; none: kept in memory")
-    response_store_max: int = arg(10_000, "maximum number of stored responses; the oldest are deleted first")
+    response_store_max: int = arg(10_000, "maximum number of stored responses; the oldest are deleted first; 0: none")
     response_store_max_bytes: int | str = arg("256MiB", "maximum size of all stored responses with their inputs")
 
     log_format: str = arg("text", "format of the log: text, or json with one object per line")
@@ -127,6 +129,9 @@ class ServerArgs:
     otlp_endpoint: str | None = arg(None, "send a trace of each request to this OpenTelemetry collector")
 
     def __post_init__(self) -> None:
+        for name in _KEYS:
+            if not isinstance(keys := getattr(self, name), tuple) or not all(isinstance(key, str) for key in keys):
+                raise ConfigError(f"{name}: must be a text or a list of texts; put quotation marks around each key")
         check_types(self)
         check_choice("log_format", self.log_format, LOG_FORMATS)
         check_choice("tool_parser", own_format("tool_parser", self.tool_parser), TOOL_PARSERS)
@@ -168,6 +173,11 @@ class ServerArgs:
                 raise ConfigError(f"trusted_proxies has {proxy!r}: must be addresses, networks (10.0.0.0/8) or *")
         if self.log_prompts and not self.log_requests:
             raise ConfigError("log_prompts requires log_requests: enable both or neither")
+        guarded = [name for name in ("guard_metrics", "guard_health") if getattr(self, name)]
+        if guarded and not self.has_api_key:
+            raise ConfigError(f"{guarded[0]} requires API keys: set api_key_file, api_key or QUIRE_API_KEY")
+        if self.allow_credentials and not self.allowed_origins:
+            raise ConfigError("allow_credentials requires allowed_origins, the web sites that may call this server")
         if not self.allow_unauthenticated and not self.is_local and not self.has_api_key:
             raise ConfigError(
                 f"host={self.host!r} can be reached from other machines, and no API key is configured: set "
@@ -182,7 +192,7 @@ class ServerArgs:
     @property
     def has_api_key(self) -> bool:
         """Whether requests need a key."""
-        return bool(self.api_key or self.api_key_file or os.environ.get("QUIRE_API_KEY"))
+        return bool(self.api_key or self.api_key_file or keys_in(os.environ.get("QUIRE_API_KEY", "")))
 
     @property
     def max_body(self) -> int:
@@ -193,6 +203,11 @@ class ServerArgs:
     def max_header(self) -> int:
         """max_header_bytes as a number."""
         return parse_bytes("max_header_bytes", self.max_header_bytes)
+
+
+def keys_in(variable: str) -> list[str]:
+    """The keys that the value of an environment variable lists, separated by commas."""
+    return variable.replace(",", " ").split()
 
 
 def is_loopback(host: str) -> bool:
@@ -222,6 +237,8 @@ def merge_args(
     """
     given = ({} if config_file is None else _read_config_file(Path(config_file))) | dict(flags)
     listed = given.pop("models", None)
+    if listed is not None and not models and given.get("model") is not None:
+        raise ConfigError(f"model={given['model']!r} is given beside models: put it into models, with a name")
     if models:
         if flags.get("model") not in (None, *models[:1]):
             raise ConfigError(f"two models are given, {models[0]!r} and {flags['model']!r}: give one")
@@ -248,10 +265,10 @@ def merge_args(
 
 def _with_distinct_names(specs: tuple[ModelSpec, ...]) -> tuple[ModelSpec, ...]:
     """The models. Raises ConfigError if an adapter has the name of a model or of another model's adapter."""
-    taken = {name for spec in specs for name in spec.names}
+    taken = set[str]()
     for spec in specs:
         for name in (request.lora_name for request in spec.engine.lora_requests()):
-            if name in taken:
+            if name in taken or any(other.has_name(name) for other in specs):
                 raise ConfigError(f"lora_modules: the name {name!r} is taken by a model or another adapter")
             taken.add(name)
     return specs
@@ -296,19 +313,43 @@ def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # the library has no types
+    """Refuses a name that occurs twice in a mapping, of which PyYAML would use the last and drop the others."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """The mapping at this place of the file. Raises ComposerError."""
+        node: Any = super().compose_mapping_node(anchor)
+        names = set[str]()
+        for name in [name for name, _ in node.value if isinstance(name, yaml.ScalarNode)]:
+            if name.value in names:
+                raise yaml.composer.ComposerError(None, None, f"{name.value!r} occurs twice", name.start_mark)
+            names.add(name.value)
+        return node
+
+
 def _read_config_file(path: Path) -> dict[str, Any]:
     """Names may be written as flags are, with dashes. A list may be a single text."""
     try:
         text = path.read_text(encoding="utf-8-sig")
-        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, _Loader)
     except Exception as error:  # PyYAML raises any exception for a value that does not fit its tag
-        raise ConfigError(f"the configuration file {str(path)!r} cannot be read: {error}") from error
+        raise ConfigError(f"the configuration file {str(path)!r} cannot be read: {_fault(error)}") from error
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise ConfigError(f"the configuration file {str(path)!r} must contain names and values, such as `port: 8000`")
     lists = {f.name for f in dataclasses.fields(ServerArgs) if str(f.type) == "tuple[str, ...]"}
-    named = {str(name).replace("-", "_"): value for name, value in values.items()}
+    spelt = [str(name).replace("-", "_") for name in values]
+    if twice := [name for name in spelt if spelt.count(name) > 1]:
+        raise ConfigError(f"the configuration file {str(path)!r} has {twice[0]!r} twice, with dashes and without")
+    named = dict(zip(spelt, values.values(), strict=True))
     return {name: [value] if name in lists and isinstance(value, str) else value for name, value in named.items()}
+
+
+def _fault(error: Exception) -> str:
+    """What is wrong with a configuration file. PyYAML's own message quotes lines of it, which may contain keys."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return str(error)
 
 
 def describe_args(args: ServerArgs, *models: ModelSpec) -> str:
@@ -328,7 +369,7 @@ def _changed(args: Iterable[ServerArgs | EngineArgs]) -> Iterable[tuple[str, Any
             value = getattr(each, field.name)
             if value == field.default:
                 continue
-            if field.name in ("api_key", "admin_key"):
+            if field.name in _KEYS:
                 value = f"({len(value)} not shown)"
             elif isinstance(value, tuple):
                 value = f"[{', '.join(value)}]"

@@ -13,7 +13,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.common.errors import ConfigError
-from quire.server.config import ServerArgs, is_loopback
+from quire.server.config import ServerArgs, is_loopback, keys_in
 from quire.server.http.errors import ApiError
 from quire.server.http.state import context_of
 
@@ -49,7 +49,7 @@ class ApiKeys:
 
     @classmethod
     def _of(cls, kind: str, given: tuple[str, ...], variable: str, file_name: str, file: str | None) -> ApiKeys:
-        unnamed = [*given, *variable.replace(",", " ").split()]
+        unnamed = [*given, *keys_in(variable)]
         named = [(f"key-{number}", key) for number, key in enumerate(unnamed, start=1)]
         if file is not None:
             named += _read_key_file(file_name, Path(file))
@@ -81,11 +81,15 @@ class ApiKeys:
 
 
 def _read_key_file(argument: str, path: Path) -> Iterator[tuple[str, str]]:
-    """Parse `name:key` lines, ignoring empty lines and lines that begin with #. Error messages never quote a line."""
+    """Parse `name:key` lines, ignoring empty lines and lines that begin with #. Error messages never quote a line.
+
+    A file without keys is refused: the server would be open to all, or closed to its administrators.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{argument}={str(path)!r} cannot be read: {error}") from error
+    has_keys = False
     for number, line in enumerate(map(str.strip, lines), start=1):
         if not line or line.startswith("#"):
             continue
@@ -94,7 +98,10 @@ def _read_key_file(argument: str, path: Path) -> Iterator[tuple[str, str]]:
             raise ConfigError(
                 f"{argument}={str(path)!r}, line {number}: must be name:key; names: letters, digits, '.', '_', '-'"
             )
+        has_keys = True
         yield name, key.strip()
+    if not has_keys:
+        raise ConfigError(f"{argument}={str(path)!r} has no keys: write name:key on a line for each, or leave it out")
 
 
 def callers_are_one_tenant(args: ServerArgs, keys: ApiKeys) -> bool:
@@ -157,7 +164,7 @@ class AllowedHosts:
     give its own name this machine's address, and then read what a server without keys answers (DNS rebinding)."""
 
     def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:
-        """`hosts` are names without ports; if empty, names of this machine are allowed."""
+        """`hosts` are names, for any port, or names with one; if empty, names of this machine are allowed."""
         self._app = app
         self._hosts = frozenset(host.lower() for host in hosts)
 
@@ -173,8 +180,9 @@ class AllowedHosts:
         given = next((value for name, value in scope["headers"] if name == b"host"), None)
         if given is None:  # only HTTP/1.0 allows this, which no browser speaks; the protocol refuses more than one
             return True
-        host = re.sub(r":\d*$", "", given.decode("latin-1").lower())
-        return host in self._hosts if self._hosts else is_loopback(host)
+        host = given.decode("latin-1").lower()
+        name = re.sub(r":\d*$", "", host)
+        return bool(self._hosts & {host, name}) if self._hosts else is_loopback(name)
 
 
 def checks_hosts(args: ServerArgs, has_keys: bool) -> bool:

@@ -25,3 +25,7 @@ class ModelSpec:
     def checkpoint(self) -> str:
         """The folder, hub id or embedded checkpoint."""
         return self.engine.model or EMBEDDED_CHECKPOINTS[0]
+
+    def has_name(self, name: str) -> bool:
+        """Whether requests for this name mean the model. Clients of Ollama may add `:latest`."""
+        return name in self.names or name.removesuffix(":latest") in self.names
