@@ -169,7 +169,13 @@ def test_an_adapter_whose_files_vanish_gives_an_error_that_says_so(
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("", "lora_name=''"), ("a\n", "printable"), ("alias", "is taken by"), ("x" * 201, "lora_name='xxx")],
+    [
+        ("", "lora_name=''"),
+        ("a\n", "printable"),
+        ("alias", "is taken by"),
+        ("alias:latest", "is taken by"),
+        ("x" * 201, "lora_name='xxx"),
+    ],
 )
 def test_wrong_names_are_refused(server: Server, name: str, reason: str) -> None:
     answer = server.post(LOAD, {"lora_name": name, "lora_path": "0"})
@@ -213,10 +219,11 @@ def test_an_adapter_belongs_to_its_base() -> None:
         {"served_model_name": ["m"], "lora_modules": ["m=/x"]},
         {"models": {"a": "quire-tiny", "b": {"model": "quire-tiny", "lora_modules": ["a=/x"]}}},
         {"models": {"a": "quire-tiny", "b": "quire-draft"}, "lora_modules": ["x=/x"]},
+        {"models": {"a": "quire-tiny"}, "lora_modules": ["a:latest=/x"]},
     ],
 )
 def test_names_that_are_given_twice_are_refused_at_the_start(flags: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"lora_modules: the name '(quire-tiny|m|a|x)' is taken"):
+    with pytest.raises(ConfigError, match=r"lora_modules: the name '(quire-tiny|m|a|x|a:latest)' is taken"):
         merge_args(None, {"enable_lora": True} | flags)
 
 

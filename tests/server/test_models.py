@@ -269,6 +269,35 @@ def test_a_model_sleeps_when_it_was_not_used_for_its_time():
     staged(100)(test)
 
 
+def test_a_model_that_sleeps_already_is_not_put_to_sleep_after_its_next_use():
+    async def test(stage: Stage) -> None:
+        await stage.pool.unload(stage.a)
+        await stage.use("a")
+        await settle()
+        assert stage.awake == "a"
+        for _ in range(2):
+            await stage.pool.unload(stage.a)
+            assert stage.awake == ""
+        await stage.use("a")
+        await settle()
+        assert stage.awake == "a"
+
+    staged(100)(test)
+
+
+def test_the_time_of_a_model_that_no_request_has_used_begins_when_it_is_loaded():
+    async def test(stage: Stage) -> None:
+        await stage.pool.load_first()
+        await settle()
+        assert (stage.awake, stage.a.llm.calls) == ("", ["sleep"])
+        await stage.pool.hold_asleep([stage.a], 5)
+        await stage.pool.wake_up([stage.a], all_of_them=True)
+        await settle()
+        assert (stage.awake, stage.a.llm.calls) == ("", ["sleep", "wake_up", "sleep"])
+
+    staged(100, model_keep_alive_s=0.0)(test)
+
+
 def test_every_model_has_the_servers_time():
     async def test(stage: Stage) -> None:
         await stage.use("a")

@@ -22,6 +22,7 @@ from quire.server.api.tools import TOOL_FORMATS
 from quire.server.app import ROUTES, make_app
 from quire.server.config import ServerArgs
 from quire.server.http.errors import ApiError
+from quire.server.http.sse import read_all
 from quire.server.models.entry import ModelEntry
 from quire.server.models.spec import ModelSpec
 from tests.server.in_process import Answer, Server, saying
@@ -325,6 +326,32 @@ def test_a_pull_counts_the_bytes_of_its_download(monkeypatch: pytest.MonkeyPatch
     assert [(status.completed, status.total) for status in between] == [(None, None), (350, 1000), (700, 1000)]
     assert {status.digest for status in between} == {"sha256:" + hashlib.sha256(b"org/new").hexdigest()}
     assert msgspec.json.decode(msgspec.json.encode(between[0])).keys() == {"status", "digest"}
+
+
+def test_a_pulled_model_has_the_engines_arguments_but_no_files_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = saying()
+    server.app = make_app(server.state)
+    engine = EngineArgs(enable_lora=True, lora_modules=("sql=/x",), gguf_file="a.gguf", max_num_seqs=3)
+    server.state.models.entries[0].spec = ModelSpec(("quire-tiny",), engine)
+    monkeypatch.setattr(EngineArgs, "resolve", lambda args: None)
+    assert server.post("/api/pull", {"model": "org/new", "stream": False}).status == 200
+    assert server.state.models.entries[1].spec.engine == EngineArgs(model="org/new", enable_lora=True, max_num_seqs=3)
+
+
+def test_a_time_of_many_years_is_for_ever():
+    entry = ModelEntry(ModelSpec(("a",), EngineArgs()), 1e12)
+    assert entry.expires_at is None
+
+
+def test_a_model_that_is_pulled_twice_at_once_is_served_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, spec = saying().state, ModelSpec(("org/new",), EngineArgs(model="org/new"))
+    monkeypatch.setattr(EngineArgs, "resolve", lambda args: None)
+
+    async def pull_twice() -> None:
+        await asyncio.gather(*[read_all(_pull(state, spec, is_new=True)) for _ in range(2)])
+
+    asyncio.run(pull_twice())
+    assert [entry.name for entry in state.models.entries] == ["quire-tiny", "org/new"]
 
 
 def test_the_recommended_number_of_tokens_is_the_default_of_every_endpoint() -> None:

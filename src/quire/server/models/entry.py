@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from quire.interfaces.async_llm.async_llm import AsyncLLM
 
 ModelStatus = Literal["loaded", "restarting", "loading", "asleep", "failed"]
+MAX_KEEP_ALIVE_S = 1e9
+"""A longer time is for ever: 30 years."""
 
 
 class ModelEntry:
@@ -82,7 +84,7 @@ class ModelEntry:
     @property
     def expires_at(self) -> float | None:
         """The time (in seconds of time.time()) at which the model is put to sleep if it is not used; None: never."""
-        if self.keep_alive_s is None:
+        if self.keep_alive_s is None or self.keep_alive_s > MAX_KEEP_ALIVE_S:
             return None
         since_s = time.monotonic() if self.num_uses else self.last_use_s
         return time.time() + since_s + self.keep_alive_s - time.monotonic()

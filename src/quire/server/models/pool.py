@@ -66,10 +66,10 @@ class ModelPool:
         for a name that is not served."""
         if name is None:
             return self.entries[0]
-        spellings = {name, name.removesuffix(":latest")}
         for entry in self.entries:
-            if not spellings.isdisjoint(entry.spec.names):
+            if entry.spec.has_name(name):
                 return entry
+        spellings = {name, name.removesuffix(":latest")}
         for entry in self.entries:
             if not spellings.isdisjoint(entry.adapter_names):
                 return entry
@@ -84,7 +84,7 @@ class ModelPool:
     def check_new_name(self, name: str, owner: ModelEntry | None = None) -> None:
         """Raise ApiError (400) if the name is taken, other than by an adapter of `owner`."""
         for entry in self.entries:
-            if name in entry.spec.names or (entry is not owner and name in entry.adapter_names):
+            if entry.spec.has_name(name) or (entry is not owner and name in entry.adapter_names):
                 message = f"the name {name[:200]!r} is taken by the model {entry.name!r} or an adapter of it"
                 raise invalid(message, "name")
 
@@ -129,7 +129,9 @@ class ModelPool:
             entry.timer = asyncio.get_running_loop().call_later(left_s, self._expire, entry)
 
     async def unload(self, entry: ModelEntry) -> None:
-        """Put the model to sleep as soon as no request uses it."""
+        """Put the model to sleep as soon as no request uses it. One that sleeps already stays as it is."""
+        if not entry.is_awake and entry.loading is None:
+            return  # the time would hold for the next load
         entry.keep_alive_s = 0.0
         if entry.is_idle:
             await self._put_to_sleep(entry)
@@ -174,7 +176,11 @@ class ModelPool:
             entry.is_held_asleep = False
         for entry in held:
             if entry.wakes_with_others or all_of_them:
-                await self.ready(entry)
+                self.begin_use(entry)
+                try:
+                    await self.ready(entry)
+                finally:
+                    self.end_use(entry)
 
     async def shutdown(self) -> None:
         """End all engines; requests that still run raise EngineDeadError."""
@@ -238,6 +244,7 @@ class ModelPool:
             return error
         else:
             entry.failure, entry.last_use_s = None, self._clock()
+            self.set_keep_alive(entry, entry.keep_alive_s)  # of a model that no request waits for
             return None
         finally:
             entry.loading = None

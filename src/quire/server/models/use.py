@@ -23,7 +23,7 @@ async def use_model(request: Request, name: str | None) -> ServedModel:
     context.at_end.callback(pool.end_use, entry)
     loading = pool.ready(entry)
     model = await (loading if entry.is_awake else unless_disconnected(request, loading))
-    if name is None or name in entry.spec.names or name.removesuffix(":latest") in entry.spec.names:
+    if name is None or entry.spec.has_name(name):
         return model
     adapters = model.llm.adapters
     adapter = adapters.get(name) or adapters.get(name.removesuffix(":latest"))

@@ -12,6 +12,7 @@ import msgspec
 from quire.server.api.chat.protocol import ChatCompletionRequest
 from quire.server.api.ollama import protocol as api
 from quire.server.http.errors import ApiError, invalid
+from quire.server.models.entry import MAX_KEEP_ALIVE_S
 
 FIELD_NAMES: Mapping[str, str] = {
     "prompt": "messages", "max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty",
@@ -64,7 +65,7 @@ def keep_alive_s(given: float | str) -> float | None:
         seconds = sum(float(number) * _UNITS[unit] for number, unit in parts) * (-1 if text[0] == "-" else 1)
     if math.isnan(seconds):
         raise invalid("keep_alive must be a number of seconds", "keep_alive")
-    return None if seconds < 0 or seconds > 1e9 else seconds
+    return None if seconds < 0 or seconds > MAX_KEEP_ALIVE_S else seconds
 
 
 def _chat(request: api.CommonRequest, messages: Sequence[Mapping[str, Any]]) -> ChatCompletionRequest:

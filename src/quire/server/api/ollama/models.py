@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,10 @@ from quire.text.tokenizer.tokenizer import Tokenizer
 
 _NEVER = "9999-12-31T23:59:59Z"
 _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+_OF_ONE_MODEL: Mapping[str, Any] = {
+    "tokenizer": None, "revision": None, "hf_overrides": None, "gguf_file": None, "lora_modules": (),
+}  # fmt: skip
+"""Engine arguments about one checkpoint, which a model that is pulled does not get from the first one."""
 _STATUS_S = 1.0
 """Time between two lines of a download."""
 
@@ -203,7 +207,7 @@ async def pull(request: Request) -> ASGIApp:
     if not known and not is_downloadable(name):
         raise invalid(f"model={name[:200]!r}: must be a served model or an id of the hub, such as 'org/name'", "model")
     first = state.models.entries[0].spec.engine
-    new = dataclasses.replace(first, model=name, tokenizer=None, revision=None, hf_overrides=None)
+    new = dataclasses.replace(first, model=name, **_OF_ONE_MODEL)
     statuses = _pull(state, known[0] if known else ModelSpec((name,), new), is_new=not known)
     if body.stream is not False:
         lines = sse.framed(statuses, sse.json_line)
@@ -226,7 +230,7 @@ async def _pull(state: ServerState, spec: ModelSpec, *, is_new: bool) -> AsyncGe
         task.result()
     except QuireError as error:
         raise ApiError(404, f"pull failed: {error}", code="pull_failed") from error
-    if is_new:
+    if is_new and all(spec.name not in entry.spec.names for entry in state.models.entries):  # or pulled meanwhile
         state.models.add(spec)
     yield api.PullStatus("success")
 
