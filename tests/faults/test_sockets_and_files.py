@@ -11,7 +11,7 @@ import pytest
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.common.errors import QuireError, RequestFailedError
 from quire.common.faults import Fault, inject
-from quire.common.log import set_up_logging
+from quire.common.log import LIBRARIES, set_up_logging
 from quire.interfaces.async_llm.output_processor import RequestState
 from quire.server.api.responses.store import ResponseStore, StoredResponse, StoreError
 from quire.server.config import ServerArgs
@@ -264,7 +264,8 @@ def test_a_log_that_cannot_be_written_stops_nothing(
     served: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log, other = logging.getLogger("quire"), logging.getLogger("uvicorn.error")
-    for logger in (log, other):
+    monkeypatch.setattr(logging, "captureWarnings", lambda on: None)
+    for logger in (log, other, *map(logging.getLogger, LIBRARIES)):
         monkeypatch.setattr(logger, "handlers", [])
         monkeypatch.setattr(logger, "propagate", True)
         monkeypatch.setattr(logger, "level", logger.level)

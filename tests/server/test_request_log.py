@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -186,3 +188,15 @@ def test_an_exception_is_shown():
         )
     assert "\n    ValueError: inner\n    INFO forged" in TEXT.format(record)
     assert "ValueError" in json.loads(JsonFormatter().format(record))["exception"]
+
+
+def test_a_server_logs_the_warnings_of_libraries_in_its_own_format():
+    code = (
+        "import logging, warnings; from quire.common.log import set_up_logging; set_up_logging('json');"
+        "logging.getLogger('asyncio').error('a'); logging.getLogger('opentelemetry.sdk').warning('b');"
+        "warnings.warn('c')"
+    )
+    ran = subprocess.run([sys.executable, "-W", "default", "-c", code], capture_output=True, text=True, check=True)
+    messages = [json.loads(line)["message"] for line in ran.stderr.splitlines()]
+    assert messages[:2] == ["a", "b"]
+    assert "UserWarning: c" in messages[2]

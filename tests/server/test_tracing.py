@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from quire.common.errors import ConfigError
-from quire.common.params import SamplingParams
+from quire.common.params import PoolingParams, SamplingParams
 from quire.server.http.state import RequestContext
 from quire.server.operations.tracing import Tracer
 
@@ -51,6 +51,30 @@ def test_a_span_has_the_times_and_the_tokens(spans):
         "http.route": "/v1/chat/completions", "http.response.status_code": 200, "quire.tenant": "alice",
     }  # fmt: skip
     assert {name: span.attributes[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"model": "other"}, "chat other"),
+        ({"model": "other", "route": "/v1/completions"}, "text_completion other"),
+        ({"model": "other", "params": PoolingParams(task="embed")}, "embeddings other"),
+        ({"model": "other", "params": PoolingParams(task="score")}, "score other"),
+    ],
+)
+def test_a_span_names_what_the_request_does_and_its_model(spans, fields, name):
+    (span,) = spans(context_with(**fields))
+    assert span.name == name
+    assert name == f"{span.attributes['gen_ai.operation.name']} {span.attributes['gen_ai.request.model']}"
+
+
+@pytest.mark.parametrize(("given", "name"), [(None, "quire"), ("", "quire"), ("chat-eu", "chat-eu")])
+def test_the_service_has_the_name_that_the_environment_gives(spans, monkeypatch, given, name):
+    monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OTEL_SERVICE_NAME", given)
+    (span,) = spans(context_with())
+    assert span.resource.attributes["service.name"] == name
 
 
 def test_the_clients_trace_goes_on(spans):

@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 logger = logging.getLogger("quire")
+LIBRARIES = ("asyncio", "opentelemetry", "py.warnings")
+"""Loggers of others, whose warnings a server logs in its own format."""
 IN_MESSAGE = ("method", "route", "path", "status")
 """Fields of a record that are already part of its message."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
@@ -93,7 +95,8 @@ class _StandardError:
 
 
 def set_up_logging(log_format: str) -> None:
-    """Configure a server's logging: its messages and uvicorn's errors go to standard error in `log_format`.
+    """Configure a server's logging: its messages, uvicorn's errors and Python's warnings go to standard error in
+    `log_format`, and so do the warnings of other libraries.
 
     Processes that the server starts use the same format.
     """
@@ -103,9 +106,11 @@ def set_up_logging(log_format: str) -> None:
     handler.setFormatter(
         JsonFormatter() if log_format == "json" else TextFormatter("%(asctime)s %(levelname)s %(message)s")
     )
-    for name, level in (("quire", logging.INFO), ("uvicorn.error", logging.ERROR)):
+    levels = {"quire": logging.INFO, "uvicorn.error": logging.ERROR} | dict.fromkeys(LIBRARIES, logging.WARNING)
+    for name, level in levels.items():
         target = logging.getLogger(name)
         target.handlers[:] = [handler]
         target.setLevel(level)
         target.propagate = False
+    logging.captureWarnings(True)
     _log_early_messages()

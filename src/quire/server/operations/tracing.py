@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from quire.common.errors import ConfigError
+from quire.common.params import PoolingParams
 from quire.common.version import __version__
 from quire.server.http.state import RequestContext
 from quire.server.operations.lifecycle import PROBES
@@ -13,7 +15,6 @@ from quire.server.operations.lifecycle import PROBES
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-_OPERATIONS = {"/v1/completions": "text_completion"}
 _PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
 
 
@@ -41,7 +42,8 @@ class Tracer:
         self._model_name = model_name
         self._kind = SpanKind.SERVER
         self._propagator = TraceContextTextMapPropagator()
-        resource = Resource.create({"service.name": "quire", "service.version": __version__})
+        name = os.environ.get("OTEL_SERVICE_NAME") or "quire"
+        resource = Resource.create({"service.name": name, "service.version": __version__})
         self._provider = TracerProvider(
             resource=resource, span_limits=SpanLimits(max_attribute_length=256), shutdown_on_exit=False
         )
@@ -58,7 +60,7 @@ class Tracer:
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in context.headers}
         attributes = self._attributes(context)
         span = self._tracer.start_span(
-            f"{attributes['gen_ai.operation.name']} {self._model_name}"
+            f"{attributes['gen_ai.operation.name']} {attributes['gen_ai.request.model']}"
             if context.params is not None
             else context.route,
             context=self._propagator.extract(carrier),
@@ -85,9 +87,9 @@ class Tracer:
         if context.params is None:
             return attributes
         attributes |= {
-            "gen_ai.operation.name": _OPERATIONS.get(context.route, "chat"),
+            "gen_ai.operation.name": _operation(context),
             "gen_ai.provider.name": "quire",
-            "gen_ai.request.model": self._model_name,
+            "gen_ai.request.model": context.model or self._model_name,
             "gen_ai.request.choice.count": getattr(context.params, "n", 1),
             "gen_ai.response.finish_reasons": [context.finish_reason] if context.finish_reason else [],
             "gen_ai.usage.input_tokens": context.num_prompt_tokens,
@@ -99,3 +101,11 @@ class Tracer:
         attributes |= {f"gen_ai.latency.{name}": seconds for name, seconds in times.items() if seconds is not None}
         params = {name: getattr(context.params, name, None) for name in _PARAMS}
         return attributes | {f"gen_ai.request.{name}": value for name, value in params.items() if value is not None}
+
+
+def _operation(context: RequestContext) -> str:
+    """What the request does, in the words of the conventions where they have one."""
+    if isinstance(context.params, PoolingParams):
+        task = context.params.task or "embed"
+        return "embeddings" if task == "embed" else task
+    return "text_completion" if context.route == "/v1/completions" else "chat"
