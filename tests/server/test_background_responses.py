@@ -199,3 +199,17 @@ def test_a_client_that_goes_away_while_its_response_is_stored_cancels_it(say: Sa
             assert not server.engine.has_unfinished_requests()
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4])
+def test_those_that_begin_at_once_are_counted_too(say: Say, limit: int) -> None:
+    async def play() -> list[int]:
+        async with serving(say(LONG, args=ServerArgs(max_concurrent_per_tenant=limit))) as server:
+            hold(server)
+            body = json.dumps({"input": "Hi", "background": True}).encode()
+            answers = await asyncio.gather(*[server.request("POST", URL, body) for _ in range(4)])
+            refused = await server.request("POST", URL, b'{"input": [], "background": true}')
+            assert refused.status == 429, "those that were refused are not counted"
+            return sorted(answer.status for answer in answers)
+
+    assert asyncio.run(play()) == [200] * limit + [429] * (4 - limit)

@@ -310,3 +310,14 @@ def test_the_oldest_responses_are_removed(say: Say) -> None:
     server = say(args=ServerArgs(response_store_max=2))
     ids = [create(server)["id"] for _ in range(3)]
     assert [server.get(f"{URL}/{name}").status for name in ids] == [404, 200, 200]
+
+
+def test_a_server_that_stores_nothing_says_so(say: Say) -> None:
+    server = say(args=ServerArgs(response_store_max=0))
+    made = create(server)
+    assert made["store"] is False
+    assert server.get(f"{URL}/{made['id']}").status == 404
+    for name in ("store", "background"):
+        refused = server.post(URL, {"input": "Hi", name: True})
+        assert (refused.status, refused.error["param"]) == (400, name)
+        assert "this server stores no responses" in refused.error["message"]

@@ -1,6 +1,7 @@
 """`/v1/responses`: responses that are stored, continued, and generated in the background."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -50,12 +51,11 @@ async def create(request: Request) -> ASGIApp:
     body = await read_struct(request, api.ResponsesRequest)
     state, owner = state_of(request), context_of(request).tenant
     responses = stored_responses(state)
-    if body.background:
-        responses.check_limits(owner)
-    run = await _make_run(request, body, responses, owner)
-    await unless_disconnected(request, run.begin())
-    if body.background:
-        background = responses.start(run, owner, keeps_frames=bool(body.stream))
+    with responses.beginning(owner) if body.background else contextlib.nullcontext():
+        run = await _make_run(request, body, responses, owner)
+        await unless_disconnected(request, run.begin())
+        background = responses.start(run, owner, keeps_frames=bool(body.stream)) if body.background else None
+    if background is not None:
         context_of(request).background = background.task
         return await _stream(request, background.frames()) if body.stream else json_response(run.builder.response)
     if body.stream:
@@ -158,9 +158,11 @@ async def _read_chat(
     request: Request, body: api.ResponsesRequest, responses: StoredResponses, owner: str
 ) -> tuple[ServedModel, ChatCompletionRequest, bytes]:
     """The model, the chat request with the same meaning, and the request's own items as JSON, as they are stored."""
-    max_body = state_of(request).args.max_body
+    args = state_of(request).args
+    max_body, stores = args.max_body, args.response_store_max > 0
     model = await use_model(request, body.model)
-    check_request(body)  # its errors have the body's own names, such as `prompt`
+    check_request(body, stores=stores)  # its errors have the body's own names, such as `prompt`
+    body.store = stores and body.store is not False
     context_of(request).field_names |= _FIELD_NAMES
     earlier = await _history(responses, owner, body.previous_response_id, max_body)
     if not isinstance(body.input, str):
@@ -205,7 +207,7 @@ def _new_response(model: ServedModel, body: api.ResponsesRequest, name: str) -> 
         id=new_id("resp"),
         created_at=int(time.time()),
         model=name,
-        store=body.store is not False,
+        store=bool(body.store),
         background=bool(body.background),
         tools=body.tools or [],
         tool_choice=body.tool_choice or "auto",

@@ -29,8 +29,8 @@ def is_response_id(text: str) -> bool:
     return _RESPONSE_ID.fullmatch(text) is not None
 
 
-def check_request(request: api.ResponsesRequest) -> None:
-    """Raise ApiError 400 for fields and values that are valid but not supported."""
+def check_request(request: api.ResponsesRequest, *, stores: bool = True) -> None:
+    """Raise ApiError 400 for fields and values that are valid but not supported, or if the server `stores` none."""
     for name in ("conversation", "prompt"):
         if getattr(request, name) is not None:
             raise refused(name, "not supported: send the items in 'input', or set 'previous_response_id'")
@@ -38,6 +38,9 @@ def check_request(request: api.ResponsesRequest) -> None:
         raise refused("truncation", "'auto' is not supported; use 'disabled'")
     if request.background and request.store is False:
         raise refused("background", "requires store=true, because the response is fetched from the store")
+    for name in () if stores else ("background", "store"):
+        if getattr(request, name):
+            raise refused(name, "not supported: this server stores no responses (response_store_max=0)")
     for name in request.include or ():
         if name not in _INCLUDED:
             raise refused("include", f"{name!r} is not supported; use {', '.join(_INCLUDED)}")

@@ -138,7 +138,8 @@ class ResponsesRequest(ChatExtensions, kw_only=True):
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    store: bool | None = True
+    store: bool | None = None
+    """None: if the server stores any."""
     stream: bool | None = False
     background: bool | None = False
     tools: list[FunctionTool] | None = None

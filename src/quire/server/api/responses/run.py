@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import TypeVar
@@ -206,6 +206,8 @@ class StoredResponses:
         self._max_per_owner = args.max_concurrent_per_tenant or MAX_BACKGROUND
         self._background: dict[str, BackgroundRun] = {}
         """Running responses, and the last finished ones whose streams can still be read."""
+        self._beginning: list[str] = []
+        """The owners of those that are about to run in the background."""
 
     def start(self, run: Run, owner: str, keeps_frames: bool) -> BackgroundRun:
         """Run it in the background."""
@@ -213,12 +215,19 @@ class StoredResponses:
         background.task = asyncio.create_task(self._drive(background))
         return background
 
-    def check_limits(self, owner: str) -> None:
-        """Raise ApiError 429 if no more may run in the background, in all or for this owner."""
-        running = [each.owner for each in self._background.values() if not each.is_over]
+    @contextlib.contextmanager
+    def beginning(self, owner: str) -> Iterator[None]:
+        """In the block, a response of this owner begins that is to run in the background; it counts as running already.
+        Raises ApiError 429 if no more may run, in all or for this owner."""
+        running = [*self._beginning, *[each.owner for each in self._background.values() if not each.is_over]]
         if len(running) >= MAX_BACKGROUND or running.count(owner) >= self._max_per_owner:
             message = f"{len(running)} responses are running in the background, and the limit is reached"
             raise ApiError(429, message, headers={"retry-after": "10"})
+        self._beginning.append(owner)
+        try:
+            yield
+        finally:
+            self._beginning.remove(owner)
 
     def background(self, owner: str, response_id: str) -> BackgroundRun | None:
         """A response that runs in the background, or did recently; None for another owner's."""
