@@ -1,5 +1,8 @@
 """Ollama's own client pulls a model through the server from a hub behind a real socket."""
 
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +13,7 @@ from ollama import Client, ResponseError
 from quire.common.errors import CheckpointError
 from quire.config.args import EngineArgs
 from tests.clients.hub import WEIGHTS, Hub
-from tests.clients.served import CHECKPOINT, Served, in_thread, quire_serve
+from tests.clients.served import CHECKPOINT, WAIT_S, Served, in_thread, quire_serve
 
 ADMIN = "a-key-for-administrators"
 QUESTION = [{"role": "user", "content": "What does json.dumps do?"}]
@@ -82,3 +85,26 @@ def test_a_broken_download_is_an_error_and_goes_on_later(
         assert args.resolve().model.max_model_len == 2048
         assert hub.downloads == [WEIGHTS]
         huggingface_hub.close_session()
+
+
+def test_a_server_that_downloads_ends_when_it_is_told_to(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.pause_s = 2 * WAIT_S
+    with in_thread(hub.app) as url:
+        for name, value in {"ENDPOINT": url, "HOME": str(tmp_path), "HUB_OFFLINE": "0"}.items():
+            monkeypatch.setenv(f"HF_{name}", value)
+        command = [sys.executable, "-m", "quire", "serve", "org/tiny", "--port", "0"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            deadline = time.monotonic() + WAIT_S
+            while not hub.downloads and time.monotonic() < deadline:
+                time.sleep(0.01)
+            process.terminate()
+            try:
+                log = process.communicate(timeout=WAIT_S)[1]
+            finally:
+                process.kill()
+    assert (process.returncode, log.splitlines()[-1].partition("INFO ")[2]) == (
+        0,
+        "a download was interrupted; the next start continues it",
+    )

@@ -17,6 +17,12 @@ from pathlib import Path
 
 import pytest
 import trustme
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 from quire.common.errors import ConfigError
 from quire.common.faults import Fault, environment
@@ -308,3 +314,23 @@ def test_invalid_certificates_are_refused(tmp_path):
             path.write_text(text)
         with pytest.raises(ConfigError, match=r"cert\.pem"):
             _uvicorn_config(None, ServerArgs(ssl_certfile=str(path)))
+
+
+def test_an_invalid_certificate_is_named(tmp_path):
+    pem, _ = certificate(tmp_path)
+    (tmp_path / "ca.pem").write_text("not a certificate")
+    with pytest.raises(ConfigError, match=r"^ssl_ca_certs='.*/ca\.pem' cannot be used"):
+        _uvicorn_config(None, ServerArgs(ssl_certfile=str(pem), ssl_ca_certs=str(tmp_path / "ca.pem")))
+    other = tmp_path / "key.pem"
+    trustme.CA().issue_cert("quire.test").private_key_pem.write_to_path(str(other))
+    with pytest.raises(ConfigError, match=r"ssl_keyfile='.*/key\.pem' cannot be used"):
+        _uvicorn_config(None, ServerArgs(ssl_certfile=str(pem), ssl_keyfile=str(other)))
+
+
+def test_a_key_with_a_passphrase_is_refused_without_asking_for_it(tmp_path):
+    pem, _ = certificate(tmp_path)
+    plain = load_pem_private_key(pem.read_bytes(), None)
+    locked = plain.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
+    (tmp_path / "key.pem").write_bytes(locked)
+    with pytest.raises(ConfigError, match="the key must belong to the certificate and have no passphrase"):
+        _uvicorn_config(None, ServerArgs(ssl_certfile=str(pem), ssl_keyfile=str(tmp_path / "key.pem")))

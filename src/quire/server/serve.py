@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import gc
+import os
 import resource
 import signal
 import socket
@@ -24,6 +25,7 @@ from quire.common.errors import ConfigError
 from quire.common.log import logger, set_up_logging
 from quire.common.memory import give_back_memory
 from quire.common.version import __version__
+from quire.config.checkpoint.location import running_downloads
 from quire.server.api.pooling.run import MAX_TEXTS
 from quire.server.api.responses import endpoint as responses
 from quire.server.app import ROUTES, make_app
@@ -63,8 +65,13 @@ def serve(args: ServerArgs, models: Sequence[ModelSpec]) -> int:
     logger.info("quire %s, configuration:\n%s", __version__, describe_args(args, *models))
     _allow_many_connections()
     service = _Service(args, models, keys, admin_keys)
-    with _listening(args) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(service.run(sock, began))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with _listening(args) as sock:
+            status = runner.run(service.run(sock, began))
+        if running_downloads:
+            logger.info("a download was interrupted; the next start continues it")
+            os._exit(status)
+        return status
 
 
 class _Server(uvicorn.Server):
@@ -223,7 +230,7 @@ def build_app(
         elif keys and is_guarded[endpoint.kind]:
             app = Authentication(app, keys)
         if endpoint.kind in ("api", "admin", "page"):
-            app = gate.around(app)
+            app = gate.around(app, has_deadline=endpoint.kind != "admin")
         return NamedRoute(app, endpoint.path)
 
     around = [Middleware(AllowedHosts, args.allowed_hosts)] if checks_hosts(args, bool(keys)) else []
@@ -244,6 +251,7 @@ def build_app(
 
 def _uvicorn_config(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:
     """Raises ConfigError if certificate or key cannot be used."""
+    _check_certificates(args)
     config = uvicorn.Config(
         app,
         http=limited_protocol(args.max_header, args.header_timeout_s),
@@ -261,11 +269,29 @@ def _uvicorn_config(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:
         ssl_ca_certs=args.ssl_ca_certs,
         ssl_cert_reqs=ssl.CERT_REQUIRED if args.ssl_ca_certs else ssl.CERT_NONE,
     )
-    try:
-        config.load()
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"ssl_certfile={args.ssl_certfile!r} or its private key cannot be used: {error}") from error
+    config.load()
     return config
+
+
+def _check_certificates(args: ServerArgs) -> None:
+    """Raises ConfigError with the file that cannot be used. A key with a passphrase is one: without this check, OpenSSL
+    would wait for the passphrase on the terminal."""
+    if args.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile, password="")
+    except OSError as error:
+        key = "its private key" if args.ssl_keyfile is None else f"ssl_keyfile={args.ssl_keyfile!r}"
+        raise ConfigError(
+            f"ssl_certfile={args.ssl_certfile!r} or {key} cannot be used: {error}; the key must belong to the "
+            "certificate and have no passphrase"
+        ) from error
+    try:
+        if args.ssl_ca_certs is not None:
+            context.load_verify_locations(args.ssl_ca_certs)
+    except OSError as error:
+        raise ConfigError(f"ssl_ca_certs={args.ssl_ca_certs!r} cannot be used: {error}") from error
 
 
 @contextlib.contextmanager

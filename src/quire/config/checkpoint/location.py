@@ -30,6 +30,8 @@ MODULE_CONFIGS = "[0-9]*_*/config.json"
 _MODULE_FILES = (MODULE_CONFIGS, "[0-9]*_*/model.safetensors")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _MAX_NAMED = 12
+running_downloads: set[object] = set()
+"""Downloads that run in this process, in threads. They cannot be stopped, and Python does not exit before they end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ class Location:
 
         # The hub's error derives from the general one of the library that it uses for HTTP: requests, httpx or httpx2.
         errors: tuple[Any, ...] = (*HfHubHTTPError.__bases__, HFValidationError, OSError, ValueError)
+        running_downloads.add(this := object())
         try:
             folder = huggingface_hub.snapshot_download(
                 hub_id,
@@ -128,6 +131,8 @@ class Location:
             raise CheckpointError(
                 f"there is no folder {self.name!r}, and it cannot be downloaded from the hub either: {error}"
             ) from error
+        finally:
+            running_downloads.discard(this)
         return Path(folder)
 
 

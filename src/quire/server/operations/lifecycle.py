@@ -64,9 +64,9 @@ class DrainGate:
         self.is_draining = False
         self.is_closed = False
 
-    def around(self, app: ASGIApp) -> ASGIApp:
-        """`app` with this middleware around it."""
-        return partial(self._pass, app)
+    def around(self, app: ASGIApp, *, has_deadline: bool = True) -> ASGIApp:
+        """`app` with this middleware around it; without `has_deadline`, its work may take any time."""
+        return partial(self._pass, app, self._request_timeout_s if has_deadline else None)
 
     async def drain(self) -> None:
         """Refuse new work, wait for running work up to the drain timeout, then abort it. Cancelling this call once ends
@@ -83,7 +83,7 @@ class DrainGate:
         self.is_draining = self.is_closed = True
         _expire(self._reading)
 
-    async def _pass(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _pass(self, app: ASGIApp, timeout_s: float | None, scope: Scope, receive: Receive, send: Send) -> None:
         """Call `app` under a deadline. Raises ApiError: 503 while draining, 504 after the deadline. A response that has
         begun ends by itself: it finds the error in the request's context."""
         is_work = scope["method"] == "POST"
@@ -100,7 +100,7 @@ class DrainGate:
 
         self._count(int(is_work))
         try:
-            async with asyncio.timeout(self._request_timeout_s if is_work else None) as deadline:
+            async with asyncio.timeout(timeout_s if is_work else None) as deadline:
                 deadlines.add(deadline)
                 context_of(scope).abort_error = lambda: self._abort_error() if deadline.expired() else None
                 try:
