@@ -101,10 +101,12 @@ class _Service:
         self._catch_signals()
         http = asyncio.create_task(self._http.serve(sockets=[sock]))
         url = _url(self._args, sock)
-        logger.info("loading the model; meanwhile %s answers 503", url)
         try:
-            if await self._load():
-                await self._serve(url, began)
+            with application(self._models, self._args, self._keys, self._admin_keys) as (app, state, gate):
+                logger.info("loading the model; meanwhile %s answers 503", url)
+                if await self._load():
+                    self._loading_app.app = app
+                    await self._serve(state, gate, url, began)
         finally:
             self._http.should_exit = True
             await http
@@ -141,22 +143,20 @@ class _Service:
                 task.cancel()
             await asyncio.gather(loading, stopped, return_exceptions=True)
 
-    async def _serve(self, url: str, began: float) -> None:
+    async def _serve(self, state: ServerState, gate: DrainGate, url: str, began: float) -> None:
         args = self._args
         names = [entry.name for entry in self._models.entries]
-        with application(self._models, args, self._keys, self._admin_keys) as (app, state, gate):
-            self._loading_app.app = app
-            gc.collect()
-            gc.freeze()  # as in the engine process
-            seconds = time.monotonic() - began
-            logger.info("quire %s serves %s at %s (ready in %.1f s)", __version__, ",".join(names), url, seconds)
-            await self._stop.wait()
-            state.is_draining = True
-            if gate.num_working:
-                wait = "requests that still run: %d; they have %g s to finish, and another signal ends them now"
-                logger.info(wait, gate.num_working, args.drain_timeout_s)
-            self._draining = asyncio.create_task(finish(state, gate))
-            await asyncio.wait({self._draining})
+        gc.collect()
+        gc.freeze()  # as in the engine process
+        seconds = time.monotonic() - began
+        logger.info("quire %s serves %s at %s (ready in %.1f s)", __version__, ",".join(names), url, seconds)
+        await self._stop.wait()
+        state.is_draining = True
+        if gate.num_working:
+            wait = "requests that still run: %d; they have %g s to finish, and another signal ends them now"
+            logger.info(wait, gate.num_working, args.drain_timeout_s)
+        self._draining = asyncio.create_task(finish(state, gate))
+        await asyncio.wait({self._draining})
 
 
 @contextlib.contextmanager
@@ -165,7 +165,7 @@ def application(
 ) -> Iterator[tuple[ASGIApp, ServerState, DrainGate]]:
     """The application of these models, its state, and the gate by which `finish` ends it."""
     state = ServerState(models=models, args=args)
-    responses.stored_responses(state)  # a store that cannot be opened stops the server before its first request
+    responses.stored_responses(state)  # a store that cannot be opened stops the server before its model is loaded
     gate = DrainGate(
         request_timeout_s=args.request_timeout_s, drain_timeout_s=args.drain_timeout_s, on_idle=give_back_memory
     )
@@ -173,7 +173,11 @@ def application(
         tracers = [] if args.otlp_endpoint is None else [Tracer(args.otlp_endpoint, models.entries[0].name)]
         for tracer in tracers:
             stack.callback(tracer.shutdown)
-        yield build_app(state, gate, keys, tracers, admin_keys=admin_keys), state, gate
+        try:
+            yield build_app(state, gate, keys, tracers, admin_keys=admin_keys), state, gate
+        finally:
+            if not gate.is_closed and state.responses is not None:  # the model was not loaded
+                state.responses.store.close()
 
 
 async def finish(state: ServerState, gate: DrainGate) -> None:
