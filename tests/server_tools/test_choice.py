@@ -134,6 +134,7 @@ def test_a_named_function_forces_its_arguments():
 def test_a_forced_call_has_the_arguments_that_the_schema_names():
     inner = {"type": "object", "properties": {"c": {"enum": [{"properties": {}}]}}}
     free = [{"type": "object"}, {"additionalProperties": {"type": "integer"}}, {"properties": {}, "anyOf": [{}]}]
+    free += [{"properties": {}, "required": ["more"]}, {"properties": {}, "minProperties": 2}]
     schema = {
         "properties": {"a": {"items": inner}, "b": {"anyOf": free}, "d": {"$ref": "#/$defs/i"}},
         "$defs": {"i": inner},

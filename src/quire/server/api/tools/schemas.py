@@ -17,8 +17,8 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose value maps names to schemas."""
 _INNER = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
 """Keywords whose value is a schema or a list of them."""
-_MORE = ("anyOf", "oneOf", "$ref")
-"""Keywords that may add properties to those beside them."""
+_MORE = ("anyOf", "oneOf", "$ref", "minProperties")
+"""Keywords that may add properties to those beside them, or ask for more."""
 
 
 def argument_schemas(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
@@ -45,7 +45,9 @@ def _closed(schema: Any) -> Any:
     for key in _NAMED:
         if isinstance(inner := schema.get(key), dict):
             made[key] = {name: _closed(item) for name, item in inner.items()}
-    if "properties" in schema and not any(word in schema for word in _MORE):
+    names, required = schema.get("properties"), schema.get("required", [])
+    are_names = isinstance(names, dict) and isinstance(required, list) and all(isinstance(n, str) for n in required)
+    if are_names and set(required) <= set(names) and not any(word in schema for word in _MORE):
         made.setdefault("additionalProperties", False)
     return made
 
