@@ -46,8 +46,9 @@ def _closed(schema: Any) -> Any:
         if isinstance(inner := schema.get(key), dict):
             made[key] = {name: _closed(item) for name, item in inner.items()}
     names, required = schema.get("properties"), schema.get("required", [])
-    are_names = isinstance(names, dict) and isinstance(required, list) and all(isinstance(n, str) for n in required)
-    if are_names and set(required) <= set(names) and not any(word in schema for word in _MORE):
+    if not isinstance(names, dict) or not isinstance(required, list) or any(word in schema for word in _MORE):
+        return made
+    if all(isinstance(name, str) and name in names for name in required):
         made.setdefault("additionalProperties", False)
     return made
 
