@@ -65,7 +65,11 @@ ASKED: dict[str, tuple[str, Any, str]] = {
     "no tokens for Cohere": ("/v2/embed", {"texts": ["a"], "max_tokens": 0}, "max_tokens=0"),
     "integers for Cohere": ("/v2/embed", {"texts": ["a"], "embedding_types": ["int8"]}, r"embedding_types\[0\]"),
     "one side twice": ("/score", {"text_1": "a", "queries": "b", "text_2": "c"}, "exactly one of text_1"),
-    "documents that are one text": ("/rerank", {"query": "a", "documents": "b"}, "documents: expected an array"),
+    "documents that are a number": ("/rerank", {"query": "a", "documents": 7}, "documents: expected"),
+    "one document without tokens": ("/rerank", {"query": "a", "documents": ""}, r"documents\[0\].*empty|empty"),
+    "no tokens of a query": ("/score", {"text_1": "a", "text_2": "b", "max_tokens_per_query": 0}, "per_query=0"),
+    "cut in the middle": (EMBED, GOOD | {"truncation_side": "middle"}, "truncation_side: .*left, right"),
+    "a type of input that nobody has": ("/v2/embed", {"texts": ["a"], "input_type": "x" * 9999}, "input_type='xxx"),
     "documents without text": ("/rerank", {"query": "a", "documents": [{"x": 1}]}, r"documents\[0\]"),
     "a template that was not allowed": (
         "/rerank",
