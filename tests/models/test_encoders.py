@@ -81,6 +81,19 @@ def test_nomics_own_config_is_read(save_encoder: Any) -> None:
         load_model(ModelConfig.resolve(folder))
 
 
+@pytest.mark.parametrize(
+    "asked", [{"is_decoder": True}, {"position_embedding_type": "relative_key"}, {"position_embedding_type": "alibi"}]
+)
+def test_encoders_that_attend_otherwise_are_refused(asked: dict[str, Any], save_encoder: Any) -> None:
+    folder, _ = save_encoder("Bert", "Model", **ENCODERS["bert"][1])
+    stated = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(stated | {"is_decoder": False, "position_embedding_type": None}))
+    load_model(ModelConfig.resolve(folder))
+    (folder / "config.json").write_text(json.dumps(stated | asked))
+    with pytest.raises(UnsupportedModelError, match=next(iter(asked))):
+        load_model(ModelConfig.resolve(folder))
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("variant", ["deberta-v3", "embeddinggemma"])
 def test_on_every_isa(variant: str, isa: str, save_encoder: Any) -> None:

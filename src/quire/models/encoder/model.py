@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.common.errors import UnsupportedModelError
 from quire.config.hf_config import HFConfig
 from quire.config.kv_cache import KVCacheSpec, NoCacheSpec
 from quire.config.model import ModelConfig
@@ -29,6 +30,8 @@ from quire.models.weights.stacked import Stack
 
 QKV_STACK = Stack(r"\.(?:Wqkv|qkv_proj)\.(weight|bias)$", (r".q_proj.\1", r".k_proj.\1", r".v_proj.\1"), num_experts=1)
 """The projections to queries, keys and values in one tensor."""
+_OTHER_POSITIONS = ("relative_key", "relative_key_query", "alibi")
+"""What BERT may have in the place of positions that are added; each adds to the scores of attention."""
 
 
 class Encoder(Model):
@@ -96,6 +99,10 @@ class Encoder(Model):
     def shape(cls, config: ModelConfig) -> EncoderShape:
         """What the config says. Raises CheckpointError or UnsupportedModelError for one that cannot be run."""
         hf = config.hf_config
+        if hf.flag("is_decoder", False):
+            raise UnsupportedModelError(f"{hf.source}: 'is_decoder' is true: encoders see tokens in both directions")
+        if (kind := hf.text("position_embedding_type", "")) in _OTHER_POSITIONS:
+            raise UnsupportedModelError(f"{hf.source}: 'position_embedding_type' is {kind!r}: not supported")
         num_layers = hf.size("num_hidden_layers")
         return EncoderShape(
             hidden_size=hf.size("hidden_size"),
