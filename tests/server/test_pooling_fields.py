@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from quire.server.api.pooling import cohere
 from quire.server.http.errors import ApiError
@@ -100,3 +101,11 @@ def test_a_document_may_be_given_alone(embedder):
     alone, listed = (embedder.post("/rerank", {"query": "a", "documents": given}) for given in ("b c", ["b c"]))
     assert alone.json["results"] == listed.json["results"]
     assert len(alone.json["results"]) == 1
+
+
+def test_cohere_s_clients_get_what_a_step_takes():
+    server = counting(CountingExecutor("embed"))
+    server.llm.engine.inputs.pooling.info = replace(server.llm.pooler, max_whole_tokens=16)
+    for limit, num_kept in ((9, 9), (40, 16), (None, 16)):
+        answer = server.post("/v2/embed", {"texts": ["b " * 50], "max_tokens": limit})
+        assert answer.json["meta"]["billed_units"]["input_tokens"] == num_kept

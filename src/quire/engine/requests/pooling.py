@@ -146,11 +146,13 @@ class PoolingInputs:
 
     def _num_kept(self, params: PoolingParams) -> int | None:
         """Return how many tokens of longer texts are kept; None if they are refused."""
-        if params.truncate_prompt_tokens != -1:
-            return params.truncate_prompt_tokens
+        return self.most_tokens(params.task) if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+
+    def most_tokens(self, task: PoolingTask | None) -> int:
+        """Return the most tokens that a text may have for this task, or for the model's first."""
         info = self.info
-        assert info is not None, "there is a spec"
-        runs_whole = (params.task or info.tasks[0]) in info.whole_tasks
+        assert info is not None, "the model pools"
+        runs_whole = (task or info.tasks[0]) in info.whole_tasks
         return min(self.max_tokens, info.max_whole_tokens) if runs_whole else self.max_tokens
 
     def check(self, token_ids: list[int], spec: PoolSpec) -> None:

@@ -32,14 +32,15 @@ async def create_cohere_embeddings(request: Request) -> ASGIApp:
     context.field_names |= {"dimensions": "output_dimension", "truncate_prompt_tokens=-1": "truncate=END"}
     check_count(len(body.texts), "texts")
     model = await begin(request, body, "texts")
-    most = model.llm.model_config.max_model_len
+    task = check_task(model, context, "embed")
+    most = model.llm.inputs.pooling.most_tokens(task)
     limit = most if body.max_tokens is None else body.max_tokens
     if limit < 1:
         raise invalid(f"max_tokens={limit}: must be 1 or more", "max_tokens")
     if body.truncate_prompt_tokens is None and body.truncate != "NONE":
-        body.truncate_prompt_tokens = limit if limit < most else -1
+        body.truncate_prompt_tokens = min(limit, most)
         body.truncation_side = "left" if body.truncate == "START" else "right"
-    params = params_of(context, body, check_task(model, context, "embed"), dimensions=body.output_dimension)
+    params = params_of(context, body, task, dimensions=body.output_dimension)
     prompt = _prompt(model.llm.model_config.path, body.input_type)
 
     async def embed() -> list[Output]:
