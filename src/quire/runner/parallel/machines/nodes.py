@@ -195,7 +195,7 @@ class _Admission:
             f"node_rank={rank} must be 1 to {nnodes - 1}": hello.seat not in self.wanted,
             f"node_rank={rank} has joined already; give each machine a number of its own": self._is_taken(hello.seat),
             "its weights, their quantization or the model's config.json differ from machine 0's; give it the same "
-            "model": hello.fingerprint != self._fingerprint,
+            "model, --dtype and --quantization": hello.fingerprint != self._fingerprint,
         }
         return next((problem for problem, is_so in problems.items() if is_so), None)
 

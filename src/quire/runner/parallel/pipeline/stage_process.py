@@ -54,12 +54,14 @@ class Sender:
     """The socket, to which two threads send."""
 
     def __init__(self, connection: Connection, own: Own | None = None) -> None:
-        """`own`: what another machine decides by itself. What has failed there is sent with its number."""
+        """`own`: what another machine decides by itself. What has failed there is in its log, and sent with its
+        number."""
         self._connection, self._own, self._lock = connection, own, threading.Lock()
 
     def send(self, message: Message) -> None:
         """Send a message."""
         if self._own is not None and isinstance(message, Failed):
+            logger.error("%s", message.text)
             message = Failed(message.kind, f"machine {self._own.node_rank}: {message.text}")
         with self._lock:
             self._connection.send(message)
