@@ -172,7 +172,7 @@ PARAMS = [
         refused("min_tokens", min_tokens=-1), beyond(min_tokens=2**64),
     ]),
     Case("huge top_k and seeds", [
-        served(top_k=2**62), refused("top_k", top_k=-2), beyond(top_k=2**64), served(seed=2**63 - 1), served(seed=-1),
+        served(top_k=2**62), refused("top_k", top_k=-2), beyond(top_k=2**64), served(seed=2**63 - 1), served(seed=-2),
         refused("seed", seed=-(2**63)), beyond(seed=2**63), refused("priority", priority=2**40),
     ]),
     Case("truncate_prompt_tokens", [

@@ -1,9 +1,11 @@
 """How the fields of a request become the engine's params, and which requests are refused on the way."""
 
+import json
 from types import SimpleNamespace
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from quire.common.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.server.api.shared.fields import JsonSchemaFormat, Prediction, ResponseFormat, SamplingFields, StreamOptions
@@ -118,14 +120,26 @@ def test_a_response_format_may_have_a_schema():
     assert structure(SamplingFields()) is None
 
 
-def test_the_objects_of_a_format_have_the_properties_that_it_names():
+def test_the_objects_of_a_schema_have_the_properties_that_it_names():
     schema = {"properties": {"a": {"type": "integer"}, "b": {"type": "object"}}}
-    for name, expected in (("response_format", schema | {"additionalProperties": False}), ("guided_json", schema)):
-        given = schema if name == "guided_json" else {"type": "json_schema", "json_schema": {"schema": schema}}
-        fields = msgspec.convert({name: given}, SamplingFields)
-        assert structure(fields) == StructuredOutputsParams(json=expected)
+    expected = StructuredOutputsParams(json=schema | {"additionalProperties": False})
+    given = {"type": "json_schema", "json_schema": {"schema": schema}}
+    for fields in ({"response_format": given}, {"guided_json": schema}, {"structured_outputs": {"json": schema}}):
+        assert structure(msgspec.convert(fields, SamplingFields)) == expected
+    text = StructuredOutputsParams(json=json.dumps(schema), disable_any_whitespace=True)
+    assert structure(SamplingFields(structured_outputs=text)) == replace(expected, disable_any_whitespace=True)
     large = {"properties": {str(i): {"properties": {}} for i in range(20_000)}}
     assert closed(large) is large, "it is refused anyway"
+
+
+def test_the_same_constraint_may_have_its_old_and_its_new_name():
+    given = StructuredOutputsParams(grammar='start: "a"')
+    assert structure(SamplingFields(structured_outputs=given, guided_grammar=given.grammar)) == given
+    names: dict[str, str] = {}
+    request = SamplingFields(structured_outputs=given, guided_grammar='start: "b"')
+    name_fields(names, request)
+    assert names == {}, "an error would name one field twice"
+    assert refusal(structure, request).message.startswith("structured_outputs and guided_grammar each constrain")
 
 
 def test_a_response_format_may_be_a_structural_tag():
@@ -138,7 +152,7 @@ def test_a_response_format_may_be_a_structural_tag():
 
 
 def test_two_constraints_are_refused_and_both_named():
-    error = refusal(structure, SamplingFields(guided_regex="a", structured_outputs=FORM))
+    error = refusal(structure, SamplingFields(guided_regex="b", structured_outputs=FORM))
     assert error.param == "structured_outputs"
     assert error.message.startswith("structured_outputs and guided_regex each constrain the output")
     error = refusal(structure, SamplingFields(guided_regex="a", guided_json="{}"))

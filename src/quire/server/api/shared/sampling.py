@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from quire.common.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
@@ -64,6 +65,8 @@ def make_params(
 
 def name_fields(names: dict[str, str], request: SamplingFields) -> None:
     """Add the request's names of fields that the engine's error messages call otherwise."""
+    if request.structured_outputs is not None:
+        return
     for name in (*_GUIDED, "response_format"):
         if getattr(request, name) is not None:
             names.setdefault("structured_outputs", names.get(name, name))
@@ -76,7 +79,8 @@ def content_format(request: SamplingFields) -> ResponseFormat | None:
 
 
 def structure(request: SamplingFields) -> StructuredOutputsParams | None:
-    """The constraint on the output, from whichever field sets it. Raises ApiError if several do."""
+    """The constraint on the output, from whichever field sets it; objects of a schema are closed. Raises ApiError if
+    several fields set different ones."""
     found: dict[str, StructuredOutputsParams] = {}
     if (form := content_format(request)) is not None:
         schema = form.json_schema
@@ -91,15 +95,19 @@ def structure(request: SamplingFields) -> StructuredOutputsParams | None:
                 "response_format of type json_schema requires the field json_schema", "response_format.json_schema"
             )
         else:
-            found["response_format"] = StructuredOutputsParams(json=closed(schema.schema))
+            found["response_format"] = StructuredOutputsParams(json=schema.schema)
     if request.structured_outputs is not None:
         found["structured_outputs"] = request.structured_outputs
     for name, field in _GUIDED.items():
         if (value := getattr(request, name)) is not None:
             found[name] = StructuredOutputsParams(**{field: value})
-    if len(found) > 1:
+    first = next(iter(found.values()), None)
+    if any(other != first for other in found.values()):  # clients of vLLM give the same under its old and new name
         raise invalid(f"{' and '.join(found)} each constrain the output; set only one of them", next(iter(found)))
-    return next(iter(found.values()), None)
+    if first is None or first.json is None:
+        return first
+    whole = msgspec.json.decode(first.json) if isinstance(first.json, str) else first.json
+    return replace(first, json=closed(whole))
 
 
 def num_choices(request: SamplingFields) -> int:
