@@ -148,14 +148,35 @@ def test_values_and_names_are_not_read_as_keywords(matcher) -> None:
     assert allows(matcher(json=schema), '{"exclusiveMinimum":{"exclusiveMinimum":0,"minProperties":9}}')
 
 
-def test_names_of_properties_that_may_be_any_text_are_no_constraint(matcher) -> None:
+def test_names_of_properties_may_be_any_text_or_a_list(matcher) -> None:
     record = {"type": "object", "additionalProperties": {"type": "integer"}}
     for any_name in ({"type": "string"}, {}):
         it = matcher(json={"properties": {"propertyNames": record | {"propertyNames": any_name}}})
         assert allows(it, '{"propertyNames":{"a":1,"b c":2}}')
         assert not allows(it, '{"propertyNames":{"a":"b"}}')
-    it = matcher(json=record | {"propertyNames": {"type": "string", "maxLength": 2}})
-    assert 'Unimplemented keys: ["propertyNames"]' in it.get_error()
+    for listed in ({"type": "string", "enum": ["a", "b"]}, {"const": "a"}):
+        it = matcher(json=record | {"propertyNames": listed, "required": ["a"]})
+        assert allows(it, '{"a":1}')
+        assert allows(it, '{"a":1,"b":2}') == ("enum" in listed)
+        assert [text for text in ('{"a":"x"}', '{"b":1}', '{"a":1,"c":1}', "{}") if allows(it, text)] == []
+    assert allows(matcher(json={"type": "object", "propertyNames": {"const": "a"}}), '{"a":[1]}')
+    many = {"enum": [str(i) for i in range(2000)]}
+    for refused in (
+        record | {"propertyNames": {"type": "string", "maxLength": 2}}, record | {"propertyNames": {"enum": [1]}},
+        record | {"propertyNames": {"const": "a"}, "properties": {"a": {}}},
+        {"propertyNames": many, "additionalProperties": {"propertyNames": many, "additionalProperties": {}}},
+    ):  # fmt: skip
+        assert 'Unimplemented keys: ["propertyNames"]' in matcher(json=refused).get_error()
+
+
+def test_formats_that_the_standard_does_not_define_are_annotations(matcher) -> None:
+    it = matcher(json={"type": "string", "format": "starts_with", "pattern": "^ab", "maxLength": 3})
+    assert allows(it, '"abc"')
+    assert not allows(it, '"bbc"')
+    assert allows(matcher(json={"properties": {"format": {"type": "string", "format": "path"}}}), '{"format":"/a"}')
+    assert not allows(matcher(json={"type": "string", "format": "date"}), '"a"')
+    assert "Unknown format: regex" in matcher(json={"type": "string", "format": "regex"}).get_error()
+    assert allows(matcher(json={"type": "array", "uniqueItems": False, "items": {"const": 1}}), "[1,1]")
 
 
 def test_the_options_of_the_library_are_not_the_clients(matcher) -> None:

@@ -9,8 +9,14 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LITERALS = ("const", "enum")
 _VALUES = (*_LITERALS, "default", "examples")
 """Keywords whose value is no schema. Values of unknown keywords may contain schemas, to which a `$ref` can refer."""
-_ANY_NAME: tuple[dict[str, str], ...] = ({}, {"type": "string"})
-"""Values of `propertyNames` that say nothing. Zod writes the second for every record; the library knows neither."""
+_NEUTRAL: dict[str, tuple[object, ...]] = {"propertyNames": ({}, {"type": "string"}), "uniqueItems": (False,)}
+"""Keywords that the library does not know, with the values that say nothing. Zod writes such names for every record."""
+_FORMATS = (
+    "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
+    "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex",
+)  # fmt: skip
+"""The formats that the standard defines. Others, such as Zod's `cuid` and Pydantic's `path`, are annotations."""
+_MAX_NAMED_CHARS = 2**18
 _BOUNDS = (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1))
 """Keywords of inclusive and exclusive bounds, and the sign of the direction inwards."""
 _SMALLEST = 1e-60
@@ -39,7 +45,7 @@ def adapted_schema(schema: Any, *, is_closed: bool, place: _Place = None) -> Any
         here = (place, keyword)
         if keyword in _LITERALS:
             _check_numbers(value, here)
-        if keyword == "propertyNames" and value in _ANY_NAME:
+        if value in _NEUTRAL.get(keyword, ()) or (keyword == "format" and value not in _FORMATS):
             continue
         if keyword in _VALUES:
             adapted[keyword] = value
@@ -53,10 +59,26 @@ def adapted_schema(schema: Any, *, is_closed: bool, place: _Place = None) -> Any
             adapted[keyword] = _without_nul(value)
         else:
             adapted[keyword] = adapted_schema(value, is_closed=is_closed, place=here)
+    adapted = _with_names(adapted)
     if is_closed and ("properties" in schema or "patternProperties" in schema):
         adapted.setdefault("additionalProperties", False)
     _check_num_properties(adapted, place)
     return adapted | _inner_bounds(adapted, place)
+
+
+def _with_names(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema that lists the names of all properties in `propertyNames`, which the library does not know, has them in
+    `properties` instead; one that does not, or would become large, is returned unchanged."""
+    names, value = schema.get("propertyNames"), schema.get("additionalProperties", True)
+    if not isinstance(names, dict) or not names.keys() <= {"type", "enum", "const"} or "properties" in schema:
+        return schema
+    listed = names.get("enum", [names.get("const")])
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed) or value is False:
+        return schema
+    if len(listed) * len(str(value)) > _MAX_NAMED_CHARS or "patternProperties" in schema:
+        return schema
+    named = {"properties": dict.fromkeys(listed, {} if value is True else value), "additionalProperties": False}
+    return {keyword: item for keyword, item in schema.items() if keyword != "propertyNames"} | named
 
 
 def _without_nul(pattern: str) -> str:
