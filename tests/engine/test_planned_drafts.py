@@ -164,6 +164,17 @@ def test_a_draft_model_drafts_behind_the_end_of_each_sequence_in_slots_of_its_ow
         harness.check_output(group)
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_slots_for_its_drafts_that_cannot_be_made_are_the_fault_of_their_request(place):
+    harness = model_harness()
+    groups = [harness.add([token] * 3, 9) for token in (1, 2)]
+    harness.step()
+    subject = groups[place].seqs[0].seq_id
+    with inject(Fault("blocks.append", subject=subject)), pytest.raises(RuntimeError):
+        harness.scheduler.schedule()
+    assert harness.requests.planning_group is groups[place]
+
+
 def test_it_drafts_behind_the_drafts_of_the_step():
     harness = model_harness(FunctionDrafter(lambda group, seq: [WRONG] * 3))
     harness.add([1] * 6, 7)

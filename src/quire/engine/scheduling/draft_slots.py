@@ -4,6 +4,7 @@ from quire.common.batch import Ahead
 from quire.engine.drafting.drafting import Drafting
 from quire.engine.requests.sequence import Sequence, SequenceGroup
 from quire.engine.scheduling.step_plan import StepPlan
+from quire.engine.scheduling.unfinished import UnfinishedRequests
 from quire.kv.block_space_manager import BlockSpaceManager
 
 
@@ -30,7 +31,7 @@ def make_slots(plan: StepPlan, blocks: BlockSpaceManager, seq: Sequence, end: in
     return has_room
 
 
-def look_ahead(plan: StepPlan, drafting: Drafting, blocks: BlockSpaceManager) -> dict[int, Ahead]:
+def look_ahead(plan: StepPlan, drafting: Drafting, requests: UnfinishedRequests) -> dict[int, Ahead]:
     """By sequence id, what a draft model does in the step; it drafts where there are slots."""
     if drafting.model is None:
         return {}
@@ -39,10 +40,10 @@ def look_ahead(plan: StepPlan, drafting: Drafting, blocks: BlockSpaceManager) ->
         for group, seq, num_tokens in plan.scheduled
     ]
     planned = drafting.ahead(scheduled)
-    for _, seq, num_tokens, num_drafts, _ in scheduled:
-        ahead = planned.get(seq.seq_id)
+    for group, seq, num_tokens, num_drafts, _ in scheduled:
+        requests.planning_group, ahead = group, planned.get(seq.seq_id)
         if ahead is not None and ahead.num_drafts:
             end = seq.num_computed_tokens + num_tokens + num_drafts + ahead.num_drafts
-            if not make_slots(plan, blocks, seq, end):
+            if not make_slots(plan, requests.blocks, seq, end):
                 planned[seq.seq_id] = Ahead(unread=ahead.unread)
     return planned

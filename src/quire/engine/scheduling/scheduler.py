@@ -117,7 +117,7 @@ class Scheduler:
     def _batch(self, plan: StepPlan) -> Batch:
         """The batch of what is planned, which is in flight from now on."""
         requests = self.requests
-        ahead = {} if self.drafting is None else look_ahead(plan, self.drafting, self.blocks)
+        ahead = {} if self.drafting is None else look_ahead(plan, self.drafting, requests)
         sequences, drafts, block_tables = [], plan.drafts, self.blocks.block_tables
         for group, seq, num_tokens in plan.scheduled:
             requests.planning_group = group
