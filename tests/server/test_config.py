@@ -100,6 +100,12 @@ def test_what_is_printed_can_be_read_back_and_holds_no_key(tmp_path):
         ({"guard_health": True}, "guard_health requires API keys"),
         ({"allow_credentials": True}, "allow_credentials requires allowed_origins"),
         ({"model": "a", "models": {"b": "c"}}, "model='a' is given beside models"),
+        ({"response_store": "a\0b"}, "response_store has a NUL character"),
+        ({"allowed_origins": ["https://a.example/"]}, "allowed_origins has 'https://a.example/'"),
+        ({"allowed_origins": ["a.example"]}, "allowed_origins has 'a.example'"),
+        ({"served_model_name": [""]}, "the model name '' must be given once"),
+        ({"served_model_name": ["a", "b", "a"]}, "the model name 'a' must be given once"),
+        ({"models": {"a\n": "quire-tiny"}}, "the model name 'a\\n' must be given once, and be of printable"),
     ],
 )  # fmt: skip
 def test_a_wrong_argument_is_refused_by_name(given, message, monkeypatch):
@@ -180,6 +186,11 @@ def test_a_missing_or_broken_file_is_refused(tmp_path):
             merge_args(str(tmp_path / "quire.toml"), {})
     (tmp_path / "empty.yaml").write_text("# nothing yet\n")
     assert merge_args(str(tmp_path / "empty.yaml"), {}) == (ServerArgs(), (ModelSpec(("quire-tiny",), EngineArgs()),))
+
+
+def test_origins_are_those_of_browsers():
+    origins = ("*", "null", "https://a.example", "http://localhost:3000", "http://[::1]:5", "chrome-extension://abc")
+    assert ServerArgs(allowed_origins=origins).allowed_origins == origins
 
 
 def test_proxies_are_addresses_networks_or_any():

@@ -306,6 +306,10 @@ def test_a_port_or_socket_that_is_taken_is_refused(tmp_path):
     elsewhere = ServerArgs(host="192.0.2.1", port=0, allow_unauthenticated=True)
     with pytest.raises(ConfigError, match="unavailable"), _listening(elsewhere):
         pass
+    for host in ("x" * 64, "a..b", "no-such-host.invalid"):
+        args = ServerArgs(host=host, port=0, allow_unauthenticated=True)
+        with pytest.raises(ConfigError, match="is not an address of this machine"), _listening(args):
+            pass
 
 
 def test_invalid_certificates_are_refused(tmp_path):

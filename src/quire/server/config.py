@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -133,6 +134,9 @@ class ServerArgs:
             if not isinstance(keys := getattr(self, name), tuple) or not all(isinstance(key, str) for key in keys):
                 raise ConfigError(f"{name}: must be a text or a list of texts; put quotation marks around each key")
         check_types(self)
+        for field in dataclasses.fields(self):
+            if isinstance(value := getattr(self, field.name), str) and "\0" in value:
+                raise ConfigError(f"{field.name} has a NUL character, which no path, name or address may have")
         check_choice("log_format", self.log_format, LOG_FORMATS)
         check_choice("tool_parser", own_format("tool_parser", self.tool_parser), TOOL_PARSERS)
         reasoning_parser = own_format("reasoning_parser", self.reasoning_parser)
@@ -171,6 +175,11 @@ class ServerArgs:
         for proxy in self.trusted_proxies:
             if proxy != "*" and not _is_network(proxy):
                 raise ConfigError(f"trusted_proxies has {proxy!r}: must be addresses, networks (10.0.0.0/8) or *")
+        for origin in self.allowed_origins:
+            if origin not in ("*", "null") and not re.fullmatch(r"[\w.+-]+://[^/?#\s]+", origin):
+                raise ConfigError(
+                    f"allowed_origins has {origin!r}: must be as in https://example.org, without a path, or *"
+                )
         if self.log_prompts and not self.log_requests:
             raise ConfigError("log_prompts requires log_requests: enable both or neither")
         guarded = [name for name in ("guard_metrics", "guard_health") if getattr(self, name)]
@@ -264,9 +273,13 @@ def merge_args(
 
 
 def _with_distinct_names(specs: tuple[ModelSpec, ...]) -> tuple[ModelSpec, ...]:
-    """The models. Raises ConfigError if an adapter has the name of a model or of another model's adapter."""
+    """The models. Raises ConfigError for a name that cannot be one, and if an adapter has that of a model or of another
+    model's adapter."""
     taken = set[str]()
     for spec in specs:
+        for name in spec.names:
+            if not name.strip() or not name.isprintable() or spec.names.count(name) > 1:
+                raise ConfigError(f"the model name {name!r} must be given once, and be of printable characters")
         for name in (request.lora_name for request in spec.engine.lora_requests()):
             if name in taken or any(other.has_name(name) for other in specs):
                 raise ConfigError(f"lora_modules: the name {name!r} is taken by a model or another adapter")
