@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from quire.common.errors import ConfigError
+from quire.common.faults import Fault, inject
 from quire.server.api.responses.store import (
     MAX_CHAIN,
     ChainTooLongError,
@@ -298,3 +299,12 @@ def test_a_request_that_is_cancelled_leaves_no_open_transaction(open_store: Open
 
     asyncio.run(cancelled())
     assert keys(store, "one", "two") == ["one", "two"]
+
+
+def test_a_full_disk_is_not_taken_for_damage(tmp_path: Path, open_store: Open) -> None:
+    with inject(Fault("store.write", error="ENOSPC")), pytest.raises(ConfigError, match=r"db: the disk is full$"):
+        open_store(tmp_path / "responses.db")
+    store = open_store()
+    with inject(Fault("store.write", error="ENOSPC")), pytest.raises(StoreError, match="the disk is full"):
+        asyncio.run(store.add("a", row("one")))
+    assert keys(store, "one") == []

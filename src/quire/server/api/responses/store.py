@@ -6,6 +6,7 @@ partly written row. Only one server at a time can use the file.
 """
 
 import asyncio
+import errno
 import os
 import sqlite3
 from collections.abc import Callable
@@ -137,9 +138,15 @@ def _translated(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     try:
         return call(*args, **kwargs)
     except (sqlite3.Error, OSError) as error:
-        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+        if _is_full(error):
             raise StoreError("the disk is full: the response cannot be stored") from error
         raise StoreError(f"the response store failed: {error}") from error
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether an error says that the disk is full."""
+    number = error.errno if isinstance(error, OSError) else None
+    return number == errno.ENOSPC or getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
 
 
 def _open(path: Path | None, fail: Callable[[bytes, str], bytes]) -> sqlite3.Connection:
@@ -156,7 +163,8 @@ def _open(path: Path | None, fail: Callable[[bytes, str], bytes]) -> sqlite3.Con
             path.chmod(0o600)
     except (OSError, sqlite3.Error, msgspec.MsgspecError, UnicodeDecodeError, TypeError) as error:
         connection.close()
-        raise ConfigError(f"response store {path}: {error}; it may be damaged, or in use by another server") from error
+        why = "the disk is full" if _is_full(error) else f"{error}; it may be damaged, or in use by another server"
+        raise ConfigError(f"response store {path}: {why}") from error
     except ConfigError:
         connection.close()
         raise
