@@ -151,19 +151,25 @@ class ModelPool:
 
         Raises ApiError (503) if requests still run after `timeout_s`; then nothing has changed.
         """
+        others = [entry for entry in entries if entry.is_held_asleep]  # by another call, which may still wait
         entries = [entry for entry in entries if not entry.is_held_asleep]
         for entry in entries:
             entry.is_held_asleep, entry.wakes_with_others = True, entry.is_awake or entry.loading is not None
         try:
             async with asyncio.timeout(timeout_s):
-                while any(entry.num_uses or entry.loading is not None for entry in entries):
+                while any(entry.num_uses or entry.loading is not None for entry in entries) or any(
+                    entry.is_awake and entry.is_held_asleep for entry in others
+                ):
                     await self._change()
+            if not all(entry.is_held_asleep for entry in others):
+                raise TimeoutError
             for entry in entries:
                 if entry.is_awake:
                     await self._put_to_sleep(entry)
         except BaseException as error:
             for entry in entries:
                 entry.is_held_asleep = False
+            self._notify()
             if isinstance(error, TimeoutError):
                 message = f"requests still run after {timeout_s:g} s, so the models stay awake; try again later"
                 raise ApiError(503, message, code="requests_running", headers={"retry-after": "5"}) from error
