@@ -66,6 +66,9 @@ def test_what_is_printed_can_be_read_back_and_holds_no_key(tmp_path):
     assert yaml.safe_load(text) == {
         "port": 9000, "api_key": "(1 not shown)", "max_num_seqs": 3, "log_requests": False, "allowed_hosts": ["a", "b"],
     }  # fmt: skip
+    assert describe_args(ServerArgs(otlp_endpoint="https://me:hunter2@host:1/x")) == (
+        "otlp_endpoint: https://(not shown)@host:1/x"
+    )
     assert describe_args(ServerArgs(), ModelSpec(("quire-tiny",), EngineArgs())) == "all arguments at their defaults"
 
 

@@ -384,6 +384,8 @@ def _changed(args: Iterable[ServerArgs | EngineArgs]) -> Iterable[tuple[str, Any
                 continue
             if field.name in _KEYS:
                 value = f"({len(value)} not shown)"
+            elif field.name == "otlp_endpoint":
+                value = re.sub("//.*@", "//(not shown)@", value)
             elif isinstance(value, tuple):
                 value = f"[{', '.join(value)}]"
             yield field.name, value
