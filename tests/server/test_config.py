@@ -108,7 +108,7 @@ def test_what_is_printed_can_be_read_back_and_holds_no_key(tmp_path):
         ({"allowed_origins": ["a.example"]}, "allowed_origins has 'a.example'"),
         ({"served_model_name": [""]}, "the model name '' must be given once"),
         ({"served_model_name": ["a", "b", "a"]}, "the model name 'a' must be given once"),
-        ({"models": {"a\n": "quire-tiny"}}, "the model name 'a\\n' must be given once, and be of printable"),
+        ({"models": {"a\n": "quire-tiny"}}, "the model name 'a\\n' must be given once, not empty, without control"),
     ],
 )  # fmt: skip
 def test_a_wrong_argument_is_refused_by_name(given, message, monkeypatch):
@@ -293,6 +293,11 @@ def test_a_folder_may_have_an_equals_sign(tmp_path):
     folder.mkdir()
     (spec,) = merge_args(None, {}, [str(folder)])[1]
     assert (spec.name, spec.engine.model) == (str(folder), str(folder))
+
+
+def test_a_name_may_have_any_other_characters():
+    name = "/models/\u65e5\u672c\u3000\u8a9e \u00a0x"
+    assert merge_args(None, {}, [name])[1][0].names == (name,)
 
 
 def test_the_only_model_has_the_names_that_are_given():

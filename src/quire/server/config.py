@@ -278,8 +278,8 @@ def _with_distinct_names(specs: tuple[ModelSpec, ...]) -> tuple[ModelSpec, ...]:
     taken = set[str]()
     for spec in specs:
         for name in spec.names:
-            if not name.strip() or not name.isprintable() or spec.names.count(name) > 1:
-                raise ConfigError(f"the model name {name!r} must be given once, and be of printable characters")
+            if not name.strip() or re.search(r"[\x00-\x1f\x7f]", name) or spec.names.count(name) > 1:
+                raise ConfigError(f"the model name {name!r} must be given once, not empty, without control characters")
         for name in (request.lora_name for request in spec.engine.lora_requests()):
             if name in taken or any(other.has_name(name) for other in specs):
                 raise ConfigError(f"lora_modules: the name {name!r} is taken by a model or another adapter")
