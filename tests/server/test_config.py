@@ -106,6 +106,7 @@ def test_what_is_printed_can_be_read_back_and_holds_no_key(tmp_path):
         ({"response_store": "a\0b"}, "response_store has a NUL character"),
         ({"allowed_origins": ["https://a.example/"]}, "allowed_origins has 'https://a.example/'"),
         ({"allowed_origins": ["a.example"]}, "allowed_origins has 'a.example'"),
+        ({"allowed_origins": ["https://*.example"]}, "allowed_origins has 'https://*.example'"),
         ({"served_model_name": [""]}, "the model name '' must be given once"),
         ({"served_model_name": ["a", "b", "a"]}, "the model name 'a' must be given once"),
         ({"models": {"a\n": "quire-tiny"}}, "the model name 'a\\n' must be given once, not empty, without control"),

@@ -176,7 +176,7 @@ class ServerArgs:
             if proxy != "*" and not _is_network(proxy):
                 raise ConfigError(f"trusted_proxies has {proxy!r}: must be addresses, networks (10.0.0.0/8) or *")
         for origin in self.allowed_origins:
-            if origin not in ("*", "null") and not re.fullmatch(r"[\w.+-]+://[^/?#\s]+", origin):
+            if origin not in ("*", "null") and not re.fullmatch(r"[\w.+-]+://[^/?#*\s]+", origin):
                 raise ConfigError(
                     f"allowed_origins has {origin!r}: must be as in https://example.org, without a path, or *"
                 )
