@@ -254,7 +254,7 @@ def test_the_ends_of_the_swap_space_are_in_its_range(swap_space):
     ("args", "message"),
     [
         ({"max_model_len": 0}, 'max_model_len=0: must be a number of tokens, or "auto"'),
-        ({"max_model_len": "100"}, "max_model_len='100': must be a number of tokens"),
+        ({"max_model_len": "100x"}, "max_model_len='100x': must be a number of tokens"),
         ({"max_model_len": 2049}, "max_model_len=2049 is longer than the checkpoint's 2048 positions"),
         ({"max_logprobs": -2}, "max_logprobs=-2: must be 0 or more, or -1"),
         ({"swap_space": -1e-9}, "swap_space=-1e-09: must be a number of GiB"),
