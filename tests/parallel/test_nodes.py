@@ -208,10 +208,11 @@ def test_a_master_that_is_another_program_is_noticed(secret: Path) -> None:
 
 def test_a_master_without_the_secret_is_noticed(secret: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hello, "proves", lambda *_: True)
-    master = InThread(lambda: admit(machine(0), WEIGHTS))
+    master = InThread(lambda: admit(machine(0, nnodes=3), WEIGHTS))
     with pytest.raises(ConfigError, match="what answers there does not have the secret"):
-        join(machine(1, secret), WEIGHTS)
-    close(*master.result()[0])
+        join(machine(1, secret, nnodes=3), WEIGHTS)
+    socks = [join(machine(rank, nnodes=3), WEIGHTS) for rank in (1, 2)]
+    close(*socks, *[sock for (sock,) in master.result()])
 
 
 def test_machines_that_are_not_there_are_named(
