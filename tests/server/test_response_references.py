@@ -96,3 +96,11 @@ def test_a_prompt_is_counted_as_it_would_be_used(say: Say) -> None:
         assert (counted.status, counted.json) == (200, expected)
     wrong = server.post(f"{URL}/input_tokens", {"input": []})
     assert (wrong.status, json.loads(wrong.body)["error"]["param"]) == (400, "input")
+
+
+def test_the_path_of_the_count_is_not_that_of_a_response(say: Say) -> None:
+    server = say()
+    for method in ("GET", "DELETE", "OPTIONS"):
+        answer = server.call(method, f"{URL}/input_tokens")
+        assert (answer.status, answer.headers["allow"]) == (405, "POST")
+    assert server.get(f"{URL}/input_token").error["code"] == "response_not_found"

@@ -67,14 +67,31 @@ def make_app(
     each endpoint. Both can use the request's context (`context_of(scope)`) and raise ApiError before a response begins.
     """
     routes = (*routes, openapi.endpoint(routes))
+    literal = frozenset(row.path for row in routes if "{" not in row.path)
     return Application(
         state,
         Router(
-            [Route(row.path, row if wrap is None else wrap(row, row), methods=[row.method]) for row in routes],
+            [
+                _PathRoute(literal, row.path, row if wrap is None else wrap(row, row), methods=[row.method])
+                for row in routes
+            ],
             redirect_slashes=False,
             middleware=around,
         ),
     )
+
+
+class _PathRoute(Route):
+    """A route. One with parameters does not match the paths that others have without: `input_tokens` is no response."""
+
+    def __init__(self, literal: frozenset[str], path: str, endpoint: ASGIApp, *, methods: list[str]) -> None:
+        super().__init__(path, endpoint, methods=methods)
+        self._others = literal - {path}
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Whether it serves this request."""
+        is_other = scope["type"] == "http" and scope["path"] in self._others
+        return (Match.NONE, {}) if is_other else super().matches(scope)
 
 
 class Application:
