@@ -169,6 +169,41 @@ def test_names_of_properties_may_be_any_text_or_a_list(matcher) -> None:
         assert 'Unimplemented keys: ["propertyNames"]' in matcher(json=refused).get_error()
 
 
+A = {"type": "object", "properties": {"a": {"type": "integer"}}}
+B = {"properties": {"b": {"type": "integer"}}, "required": ["b"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (A, ['{"a":1}', "{}"], ['{"a":1,"b":2}']),
+        (A | {"additionalProperties": True}, ['{"a":1,"b":2}'], ['{"a":"x"}']),
+        (A | {"required": ["b"]}, ['{"b":2}'], ["{}"]),
+        (A | {"required": ["a"], "minProperties": 2}, ['{"a":1,"b":2}'], ['{"a":1}']),
+        (A | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, ['{"a":1}', '{"b":2}'], ["{}"]),
+        (A | {"anyOf": [B]}, ['{"a":1,"b":2}', '{"b":2}'], ['{"a":1}']),
+        (A | {"oneOf": [{"$ref": "#/$defs/B"}], "$defs": {"B": B}}, ['{"a":1,"b":2}'], ['{"a":1}']),
+        (A | {"$ref": "#/$defs/B", "$defs": {"B": B}}, ['{"a":1,"b":2}'], ['{"a":1}']),
+        ({"allOf": [A, {"$ref": "#/$defs/B"}], "$defs": {"B": B}}, ['{"a":1,"b":2}'], ['{"a":1}']),
+        ({"type": "object", "patternProperties": {"^x": {}}}, ['{"x1":2}', "{}"], ['{"y":1}']),
+        ({"anyOf": [A, {"type": "array", "items": A}]}, ['{"a":1}', '[{"a":1}]'], ['{"b":1}', '[{"b":1}]']),
+        ({"$ref": "#/parts/A", "parts": {"A": A}}, ['{"a":1}'], ['{"b":1}']),
+        ({"properties": {"properties": A, "allOf": {"const": {"allOf": [], "properties": {}}}}},
+         ['{"properties":{"a":1}}', '{"allOf":{"allOf":[],"properties":{}}}'], ['{"properties":{"b":1}}', '{"a":1}']),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_closed_objects_have_the_properties_that_their_schema_names(matcher, schema, right, wrong) -> None:
+    it = matcher(json=schema, disable_additional_properties=True)
+    assert [text for text in right if not allows(it, text)] == []
+    assert [text for text in wrong if allows(it, text)] == []
+
+
+@pytest.mark.parametrize("part", [{"properties": 1}, {"properties": {}, "required": 1}, {"patternProperties": []}])
+def test_malformed_schemas_are_the_librarys_to_refuse(matcher, part) -> None:
+    assert matcher(json=part, disable_additional_properties=True).is_error()
+
+
 def test_formats_that_the_standard_does_not_define_are_annotations(matcher) -> None:
     it = matcher(json={"type": "string", "format": "starts_with", "pattern": "^ab", "maxLength": 3})
     assert allows(it, '"abc"')

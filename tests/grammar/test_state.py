@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quire.common.errors import InvalidParamsError
 from quire.common.params import StructuredOutputsParams
 from quire.text.grammar.compiler import Compilation, GrammarCompiler
-from quire.text.grammar.source import library_grammar, num_beginnings
+from quire.text.grammar.source import num_beginnings
 from quire.text.grammar.state import GrammarState, MaskShape
 from tests.effort import examples
 from tests.grammar.masked_engine import masked_llm
@@ -127,18 +127,6 @@ def test_json_may_be_indented_but_its_whitespace_has_an_end(compiler, indent) ->
     texts = [tokenizer.decode([token_id]) for token_id in allowed(state)]
     assert texts
     assert not any(text[0].isspace() for text in texts)
-
-
-def test_closed_objects() -> None:
-    schema = {
-        "properties": {"properties": {"type": "string"}, "open": {"properties": {}, "additionalProperties": True}},
-        "$defs": {"a": {"properties": {"x": {"const": {"properties": 1}}}}},
-        "anyOf": [{"type": "object", "properties": {}}, {"type": "object"}],
-    }
-    grammar = library_grammar(StructuredOutputsParams(json=schema, disable_additional_properties=True))
-    closed = '"additionalProperties":false'
-    assert grammar.replace(" ", "").count(closed) == 3
-    assert closed not in library_grammar(StructuredOutputsParams(json=schema)).replace(" ", "")
 
 
 class CountedTrials:

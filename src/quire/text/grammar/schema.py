@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
@@ -27,43 +28,83 @@ _PART_OF_PATTERN = re.compile(
     re.DOTALL,
 )
 
+_NAMED = frozenset(("properties", "patternProperties"))
+_COMBINING = frozenset(("anyOf", "oneOf", "$ref"))
+"""Keywords whose schemas describe the same object as the keywords beside them. `allOf` is another one."""
+_MAY_NAME = re.compile(r"'(properties|\$ref)'")
+
 _Place: TypeAlias = "tuple[_Place, object] | None"
 
 
-def adapted_schema(schema: Any, *, is_closed: bool, place: _Place = None) -> Any:
+def closed(schema: Any) -> Any:
+    """Return a schema whose objects have the properties that it names, and others only where it mentions them.
+
+    Programs that write schemas mostly mean that, and do not expect the names that a model makes up. A schema with
+    several parts that describe one object, and may name different properties, is returned unchanged. Raises
+    RecursionError.
+    """
+    parts: list[dict[str, Any]] = []
+
+    def keep(part: dict[str, Any], _: _Place) -> dict[str, Any]:
+        parts.append(part)
+        return part
+
+    copy = _rebuilt(schema, keep)
+    for part in parts:
+        more = {keyword: part[keyword] for keyword in part.keys() & _COMBINING}
+        if "allOf" in part or ("properties" in part and _MAY_NAME.search(str(more))):
+            return schema
+        if part.keys() & _NAMED and not more and "minProperties" not in part and _names_required(part):
+            part.setdefault("additionalProperties", False)
+    return copy
+
+
+def adapted_schema(schema: Any) -> Any:
     """Return a schema from which the library makes a grammar without invalid outputs.
 
-    If `is_closed`, it has `additionalProperties: false` where it names properties and does not mention others. Raises
-    ValueError, with the place in the schema, for what the library cannot do, and RecursionError.
+    Raises ValueError, with the place in the schema, for what the library cannot do, and RecursionError.
     """
+    return _rebuilt(schema, _adapted)
+
+
+def _rebuilt(schema: Any, own: Callable[[dict[str, Any], _Place], dict[str, Any]], place: _Place = None) -> Any:
+    """Return a copy of a schema, with what `own` returns for each schema in it and its place, inner ones first."""
     if isinstance(schema, list):
-        return [adapted_schema(item, is_closed=is_closed, place=(place, i)) for i, item in enumerate(schema)]
+        return [_rebuilt(item, own, (place, i)) for i, item in enumerate(schema)]
     if not isinstance(schema, dict):
         return schema
-    adapted: dict[str, Any] = {}
+    copy: dict[str, Any] = {}
     for keyword, value in schema.items():
         here = (place, keyword)
-        if keyword in _LITERALS:
-            _check_numbers(value, here)
+        if keyword in _MAPS and isinstance(value, dict):
+            copy[keyword] = {name: _rebuilt(item, own, (here, name)) for name, item in value.items()}
+        else:
+            copy[keyword] = value if keyword in _VALUES else _rebuilt(value, own, here)
+    return own(copy, place)
+
+
+def _adapted(schema: dict[str, Any], place: _Place) -> dict[str, Any]:
+    adapted: dict[str, Any] = {}
+    for keyword, value in schema.items():
         if value in _NEUTRAL.get(keyword, ()) or (keyword == "format" and value not in _FORMATS):
             continue
-        if keyword in _VALUES:
-            adapted[keyword] = value
-        elif keyword in _MAPS and isinstance(value, dict):
-            for_name = _without_nul if keyword == "patternProperties" else str
-            adapted[keyword] = {
-                for_name(name): adapted_schema(item, is_closed=is_closed, place=(here, name))
-                for name, item in value.items()
-            }
-        elif keyword == "pattern" and isinstance(value, str):
-            adapted[keyword] = _without_nul(value)
-        else:
-            adapted[keyword] = adapted_schema(value, is_closed=is_closed, place=here)
+        if keyword in _LITERALS:
+            _check_numbers(value, (place, keyword))
+        if keyword == "pattern" and isinstance(value, str):
+            value = _without_nul(value)
+        elif keyword == "patternProperties" and isinstance(value, dict):
+            value = {_without_nul(pattern): item for pattern, item in value.items()}
+        adapted[keyword] = value
     adapted = _with_names(adapted)
-    if is_closed and ("properties" in schema or "patternProperties" in schema):
-        adapted.setdefault("additionalProperties", False)
     _check_num_properties(adapted, place)
     return adapted | _inner_bounds(adapted, place)
+
+
+def _names_required(schema: dict[str, Any]) -> bool:
+    """Return whether the properties that a schema requires are among those that it names."""
+    names, required = schema.get("properties", {}), schema.get("required", [])
+    is_well_formed = isinstance(names, dict) and isinstance(required, list)
+    return is_well_formed and all(isinstance(name, str) and name in names for name in required)
 
 
 def _with_names(schema: dict[str, Any]) -> dict[str, Any]:

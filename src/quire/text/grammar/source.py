@@ -10,7 +10,7 @@ import msgspec
 
 from quire.common.params import StructuredOutputsParams
 from quire.common.params.structural_tag import read_structural_tag
-from quire.text.grammar.schema import adapted_schema
+from quire.text.grammar.schema import adapted_schema, closed
 from quire.text.grammar.structural_tag import LarkRules
 
 _JSON_WHITESPACE = r" |\n {0,16}|\n\t{0,4}"
@@ -35,7 +35,8 @@ def library_grammar(params: StructuredOutputsParams) -> str:
         options["whitespace_pattern"] = params.whitespace_pattern or _JSON_WHITESPACE
 
     def adapted(schema: Any) -> Any:
-        return adapted_schema(schema, is_closed=params.disable_additional_properties) | {"x-guidance": options}
+        schema = closed(schema) if params.disable_additional_properties else schema
+        return adapted_schema(schema) | {"x-guidance": options}
 
     if params.structural_tag is not None:
         rules = LarkRules(lambda schema: _json_in_lark(adapted(schema)), _regex_in_lark)

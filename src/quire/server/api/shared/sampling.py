@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from quire.common.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.server.api.shared.fields import Prediction, ResponseFormat, SamplingFields
-from quire.server.api.tools.schemas import closed
 from quire.server.http.errors import invalid
 from quire.server.http.state import RequestContext
 from quire.server.models.served_model import ServedModel
@@ -104,10 +102,7 @@ def structure(request: SamplingFields) -> StructuredOutputsParams | None:
     first = next(iter(found.values()), None)
     if any(other != first for other in found.values()):  # clients of vLLM give the same under its old and new name
         raise invalid(f"{' and '.join(found)} each constrain the output; set only one of them", next(iter(found)))
-    if first is None or first.json is None:
-        return first
-    whole = msgspec.json.decode(first.json) if isinstance(first.json, str) else first.json
-    return replace(first, json=closed(whole))
+    return first if first is None or first.json is None else replace(first, disable_additional_properties=True)
 
 
 def num_choices(request: SamplingFields) -> int:

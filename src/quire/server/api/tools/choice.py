@@ -16,6 +16,7 @@ from quire.server.api.tools.call_styles import Part
 from quire.server.api.tools.formats import ToolFormat
 from quire.server.api.tools.output_parser import ForcedTools
 from quire.server.api.tools.schemas import argument_schemas, array_schema, call_schema
+from quire.text.grammar.schema import closed
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 192 * 1024
@@ -92,7 +93,7 @@ def calls_or_content(
         "at_least_one": True,
         "stop_after_first": written.between is None or not parallel,
     }
-    answer = {"type": "json_schema", "json_schema": {"type": "object"} if form.json is None else form.json}
+    answer = {"type": "json_schema", "json_schema": {"type": "object"} if form.json is None else closed(form.json)}
     both = {"type": "or", "elements": [answer, _sequence(written.before, calls, written.after)]}
     return StructuredOutputsParams(structural_tag={"format": _with_tokens(both, special_token_ids)})
 

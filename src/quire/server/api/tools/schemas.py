@@ -7,18 +7,12 @@ from typing import Any
 import msgspec
 
 from quire.common.errors import InvalidParamsError
-from quire.common.params.structured_outputs import MAX_BYTES
 from quire.server.api.chat.protocol import Tool
+from quire.text.grammar.schema import closed
 
 MAX_REFERRED_BYTES = 256 * 1024
 
 _TYPES = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")
-"""Keywords whose value maps names to schemas."""
-_INNER = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
-"""Keywords whose value is a schema or a list of them."""
-_MORE = ("anyOf", "oneOf", "$ref", "minProperties")
-"""Keywords that may add properties to those beside them, or ask for more."""
 
 
 def argument_schemas(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
@@ -26,31 +20,6 @@ def argument_schemas(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
     functions = [tool.function for tool in tools]
     schemas = {one.name: {"properties": {}} if one.parameters is None else one.parameters for one in functions}
     return {name: {**closed(schema), "type": "object"} for name, schema in schemas.items()}
-
-
-def closed(schema: Any) -> Any:
-    """A schema whose objects have the properties that it names, and others only where it mentions them: programs that
-    write schemas mostly mean that, and do not expect the names that a model makes up. One with `allOf`, whose parts may
-    name different properties, is returned unchanged, and so is one that is too large. Raises RecursionError."""
-    encoded = msgspec.json.encode(schema)
-    return schema if len(encoded) > MAX_BYTES["json"] or b'"allOf"' in encoded else _closed(schema)
-
-
-def _closed(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    made = {key: _closed(value) if key in _INNER else value for key, value in schema.items()}
-    for key in _NAMED:
-        if isinstance(inner := schema.get(key), dict):
-            made[key] = {name: _closed(item) for name, item in inner.items()}
-    names, required = schema.get("properties"), schema.get("required", [])
-    if not isinstance(names, dict) or not isinstance(required, list) or any(word in schema for word in _MORE):
-        return made
-    if all(isinstance(name, str) and name in names for name in required):
-        made.setdefault("additionalProperties", False)
-    return made
 
 
 def array_schema(items: dict[str, Any], parallel: bool) -> dict[str, Any]:
