@@ -144,10 +144,16 @@ def test_log_probabilities_of_a_chat(client: OpenAI) -> None:
         assert token.logprob == max(top.logprob for top in token.top_logprobs)
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED, ALLOWED])
 def test_a_tool_that_must_be_called(client: OpenAI, choice) -> None:
     asked = {"model": MODEL, "messages": QUESTION, "tools": [WEATHER], "tool_choice": choice, "temperature": 0}
     asked["parallel_tool_calls"] = False
+    if choice == ALLOWED:
+        asked["tools"] = [WEATHER, {"type": "function", "function": {"name": "other"}}]
     whole = client.chat.completions.create(**asked).choices[0]
     (call,) = whole.message.tool_calls
     assert call.function.name == "get_weather"
@@ -159,7 +165,7 @@ def test_a_tool_that_must_be_called(client: OpenAI, choice) -> None:
     assert pieces
     (same,) = streamed.message.tool_calls
     assert (same.function.name, same.function.arguments) == (call.function.name, call.function.arguments)
-    assert streamed.finish_reason == whole.finish_reason == ("tool_calls" if choice == "required" else "stop")
+    assert streamed.finish_reason == whole.finish_reason == ("stop" if choice == NAMED else "tool_calls")
 
 
 def test_tools_that_the_model_calls_by_itself() -> None:

@@ -112,6 +112,19 @@ def test_without_tools_or_with_none_chosen_calls_are_text():
         assert "tool_calls" not in message
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_the_allowed_tools_are_shown_and_called(tiny, mode):
+    other = {"type": "function", "function": {"name": "other"}}
+    request = HELLO | {"max_tokens": 60, "temperature": 0, "return_token_ids": True}
+    name = {"type": "function", "function": {"name": "weather"}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [name]}}
+    some = tiny.post(PATH, request | {"tools": [other, WEATHER], "tool_choice": choice}).json
+    alone = tiny.post(PATH, request | {"tools": [WEATHER], "tool_choice": mode}).json
+    assert some["prompt_token_ids"] == alone["prompt_token_ids"]
+    same_ids(some["choices"][0]["message"], alone["choices"][0]["message"])
+    assert some["choices"] == alone["choices"]
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_forced_call_is_made_by_any_model(tiny, choice):
     request = HELLO | {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 100}

@@ -79,6 +79,8 @@ def test_protocols_whose_errors_are_text_alone(
          "tool_choice.name='g' is not"),
         (RESPONSES, {"tools": [tool()], "tool_choice": {"type": "function", "name": "my.function"}}, "tool_choice",
          "tool_choice.name='my.function' is not"),
+        (RESPONSES, {"tools": [tool()], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [tool("g")]}},
+         "tool_choice", "tool_choice.tools='g' is not"),
         (RESPONSES, {"prompt": {"id": "p"}}, "prompt", "prompt: not supported"),
         (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x", "schema": WRONG}}}, "text",
          "text: json is rejected"),

@@ -208,6 +208,15 @@ def test_a_choice_among_tools_is_kept(choice: str) -> None:
     assert as_chat(tools=[FORECAST], tool_choice=choice)["tool_choice"] == choice
 
 
+def test_allowed_tools_take_the_form_of_chat() -> None:
+    name = {"type": "function", "name": "forecast"}
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [name]}
+    assert as_chat(tools=[FORECAST], tool_choice=choice)["tool_choice"] == {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "forecast"}}]},
+    }
+
+
 def test_fields_take_the_names_of_chat() -> None:
     body = as_chat(
         temperature=0.5, top_p=0.9, max_output_tokens=7, parallel_tool_calls=False, user="u", seed=3,

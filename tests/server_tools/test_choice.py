@@ -8,7 +8,7 @@ from jsonschema import Draft202012Validator
 
 from quire.common.errors import InvalidParamsError
 from quire.server.api.chat.protocol import ChatCompletionRequest, FunctionDefinition, Tool
-from quire.server.api.tools import ForcedTools, check_tools, forced_tools, tool_choice_structure
+from quire.server.api.tools import ForcedTools, allowed_tools, check_tools, forced_tools, tool_choice_structure
 from quire.text.grammar.source import library_grammar
 
 
@@ -18,6 +18,10 @@ def tool(name="f", **function):
 
 def named(name="f"):
     return {"type": "function", "function": {"name": name}}
+
+
+def allowed(mode, *names):
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}
 
 
 def request(tools, choice=None):
@@ -47,6 +51,8 @@ TREE = {
         (None, "auto"),
         ([], "none"),
         ([tool()], "required"),
+        ([tool()], "any"),
+        ([tool(), tool("g")], allowed("auto", "g", "f")),
         ([tool(description=None, parameters=None), tool("g-1.x_Y", parameters={})], named("g-1.x_Y")),
         ([{"function": {"name": "f"}}], {"function": {"name": "f"}}),
         ([tool(parameters=TREE, strict=True)], "auto"),
@@ -71,7 +77,10 @@ def test_tools_that_can_be_served_are_taken(tools, choice):
         ([tool()], "Auto", "Invalid enum value 'Auto' - at `\\$.tool_choice`"),
         ([tool()], 1, r"got `int` - at `\$.tool_choice`"),
         ([tool()], {"type": "function"}, r"missing required field `function` - at `\$.tool_choice`"),
-        ([tool()], {"type": "allowed_tools"}, r"Invalid enum value 'allowed_tools' - at `\$.tool_choice.type`"),
+        ([tool()], {"type": "custom"}, r"Invalid enum value 'custom' - at `\$.tool_choice.type`"),
+        ([tool()], {"type": "allowed_tools"}, r"missing required field `allowed_tools` - at `\$.tool_choice`"),
+        ([tool()], allowed("any", "f"), r"Invalid enum value 'any' - at `\$.tool_choice.allowed_tools.mode`"),
+        ([tool()], allowed("auto"), r"length >= 1 - at `\$.tool_choice.allowed_tools.tools`"),
     ],
 )
 def test_tools_of_wrong_types_are_refused_when_they_are_decoded(tools, choice, message):
@@ -96,7 +105,9 @@ def test_text_that_is_not_unicode_is_refused_when_it_is_decoded():
         ([tool(f"f{i}") for i in range(129)], None, "tools has 129 functions: at most 128"),
         ([tool(description="x" * 200_000)], None, "tools has 200,.* bytes as JSON: at most 196,608"),
         ([tool("search")], named("serch"), "tool_choice.function.name='serch' is not one of the tools, did you mean"),
+        ([tool("search")], allowed("auto", "serch"), "tool_choice.allowed_tools='serch' is not one of the tools, did"),
         (None, "required", "tool_choice='required', but tools is empty"),
+        (None, "any", "tool_choice='any', but tools is empty"),
         (None, named(), "tool_choice.function.name='f' is not one of the tools"),
     ],
 )
@@ -113,6 +124,16 @@ def test_what_is_too_deep_for_recursion_is_refused_too():
         check_tools([Tool(function=FunctionDefinition(name="f", parameters=schema))])
     while schema:  # taken apart one by one: freeing it at once would recurse
         schema = schema["not"]
+
+
+def test_a_choice_may_allow_some_of_the_tools():
+    given = request([tool(), tool("g"), tool("h")], allowed("required", "h", "f"))
+    tools, choice = allowed_tools(*given)
+    assert [one.function.name for one in tools] == ["f", "h"]
+    assert choice == "required"
+    for choice in (None, "auto", "any", named()):
+        given = request([tool(), tool("g")], choice)
+        assert allowed_tools(*given) == given
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none"])
@@ -171,6 +192,7 @@ CALL = {"name": "tree", "parameters": {"value": 1, "left": {"value": 2}}}
 def test_required_forces_calls_of_the_tools(output, parallel, is_right, accepts):
     given = request([tool("tree", parameters=TREE), tool("g", parameters={})], "required")
     assert forced_tools(*given) == ForcedTools()
+    assert tool_choice_structure(given[0], "any", parallel) == tool_choice_structure(*given, parallel)
     structure = tool_choice_structure(*given, parallel)
     assert Draft202012Validator(structure.json).is_valid(output) == is_right
     assert accepts(library_grammar(structure), json.dumps(output)) == is_right

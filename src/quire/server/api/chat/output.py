@@ -17,6 +17,7 @@ from quire.server.api.shared.generation import chat_logprobs, prompt_logprobs
 from quire.server.api.shared.sampling import content_format, structure
 from quire.server.api.tools import (
     OutputParser,
+    allowed_tools,
     argument_schemas,
     calls_or_content,
     check_tools,
@@ -33,10 +34,10 @@ class ChatPlan:
     """How a request's tools and formats determine its grammar and the parsing of its output. Raises RequestError."""
 
     def __init__(self, model: ServedModel, request: ChatCompletionRequest) -> None:
-        tools, choice = request.tools, request.tool_choice
-        check_tools(tools, choice)
+        check_tools(request.tools, request.tool_choice)
+        tools, choice = allowed_tools(request.tools, request.tool_choice)
         parallel = request.parallel_tool_calls is not False
-        self.shows_tools = bool(tools) and choice != "none"
+        self.shown_tools = None if choice == "none" else tools
         self.forced = forced_tools(tools, choice)
         form = structure(request)
         special = {text: i for i, text in model.llm.tokenizer.special_token_texts.items()}
@@ -50,7 +51,7 @@ class ChatPlan:
         self.is_named = self.forced is not None and self.forced.name is not None
         self.max_calls = None if parallel else 1
         is_free = form is None and self.forced is None  # a grammar does not permit tags
-        self.tools = model.tool_format if self.shows_tools and self.forced is None else None
+        self.tools = model.tool_format if self.shown_tools and self.forced is None else None
         if form is not None and tools and self.tools is not None:
             has_both = content_format(request) is not None and form.structural_tag is None
             if has_both:

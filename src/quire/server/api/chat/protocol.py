@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -69,14 +69,42 @@ class FunctionName(msgspec.Struct, kw_only=True):
     name: str
 
 
-class NamedToolChoice(msgspec.Struct, kw_only=True):
-    """The model must call this function."""
+class NamedTool(msgspec.Struct, kw_only=True):
+    """One of the tools."""
 
     type: Literal["function"] = "function"
     function: FunctionName
 
 
-ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedToolChoice
+class AllowedTools(msgspec.Struct, kw_only=True):
+    """The tools that the model may call; with `required`, it must call one of them."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], msgspec.Meta(min_length=1)]
+
+
+class ToolSelection(msgspec.Struct, kw_only=True):
+    """The function that the model must call, or the tools that it may call."""
+
+    type: Literal["function", "allowed_tools"] = "function"
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+    def __post_init__(self) -> None:
+        if getattr(self, self.type) is None:
+            raise ValueError(f"Object missing required field `{self.type}`")
+        if self.type == "allowed_tools":
+            self.function = None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of these functions."""
+        tools = [] if self.allowed_tools is None else self.allowed_tools.tools
+        return [tool.function.name for tool in tools] if self.function is None else [self.function.name]
+
+
+ToolChoice: TypeAlias = Literal["none", "auto", "required", "any"] | ToolSelection
+"""`any` is Mistral's name for `required`."""
 
 
 class ChatCompletionRequest(SamplingFields, kw_only=True):

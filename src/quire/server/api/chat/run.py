@@ -82,8 +82,7 @@ def _max_tokens(model: ServedModel, request: api.ChatCompletionRequest) -> int |
 
 async def make_prompt(model: ServedModel, request: api.ChatCompletionRequest, plan: ChatPlan) -> ChatPrompt:
     """Text and tokens of the prompt. Raises RequestError or ApiError."""
-    tools = request.tools if plan.shows_tools else None
-    return await chat_prompt(model, request, request.messages, tools, _variables(request))
+    return await chat_prompt(model, request, request.messages, plan.shown_tools, _variables(request))
 
 
 async def fold(events: AsyncGenerator[chat.ChatEvent, None], *, id: str, model: str) -> api.ChatCompletion:

@@ -27,7 +27,7 @@ from quire.server.models.use import use_model
 _FIELD_NAMES = {
     "prompt": "messages", "stop": "stop_sequences", "max_tokens": "max_tokens", "response_format": "output_config",
     "tenant": "metadata.user_id", "continue_final_message": "messages", ".function.parameters": ".input_schema",
-    ".function": "", "tool_choice='required'": "tool_choice.type='any'",
+    ".function": "", "tool_choice='any'": "tool_choice.type='any'",
 }  # fmt: skip
 PING = frame(b'{"type":"ping"}', "ping")
 

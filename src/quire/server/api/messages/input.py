@@ -11,8 +11,6 @@ from quire.server.api.responses.input import refused
 from quire.server.api.shared.fields import fields_of
 from quire.server.http.errors import ApiError
 
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-
 
 def chat_request(request: api.MessagesRequest) -> dict[str, Any]:
     """Return the body of a chat request with the same meaning. Raises ApiError 400 for unsupported fields."""
@@ -26,6 +24,7 @@ def chat_request(request: api.MessagesRequest) -> dict[str, Any]:
         "temperature": request.temperature,
         "top_p": request.top_p,
         "user": request.metadata.user_id if request.metadata is not None else None,
+        "include_reasoning": False if request.thinking is not None and request.thinking.display == "omitted" else None,
     }
     if output.format is not None:
         body["response_format"] = {"type": "json_schema", "json_schema": {"schema": output.format.schema}}
@@ -173,7 +172,7 @@ def _tool_choice(choice: api.ToolChoice) -> dict[str, Any]:
             raise refused("tool_choice.name", "is missing: type 'tool' requires the name of a tool")
         body["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     else:
-        body["tool_choice"] = _CHOICES[choice.type]
+        body["tool_choice"] = choice.type
     if choice.disable_parallel_tool_use:
         body["parallel_tool_calls"] = False
     return body
@@ -183,5 +182,5 @@ def _template_kwargs(request: api.CountTokensRequest) -> dict[str, Any]:
     """Templates of models that can think or not take the variable `enable_thinking`."""
     kwargs = dict(request.chat_template_kwargs or {})
     if request.thinking is not None:
-        kwargs.setdefault("enable_thinking", request.thinking.type != "disabled")
+        kwargs.setdefault("enable_thinking", request.thinking.type in ("enabled", "adaptive"))
     return {"chat_template_kwargs": kwargs} if kwargs else {}

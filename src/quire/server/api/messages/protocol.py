@@ -82,8 +82,10 @@ class ToolChoice(msgspec.Struct):
 class Thinking(msgspec.Struct):
     """Whether to reason before the answer, for models whose chat template can switch it."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    """`between_tools` is `disabled` with a form of Claude's progress reports, which other models do not write."""
     budget_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
 
 
 class OutputFormat(msgspec.Struct):

@@ -33,7 +33,7 @@ _QUICK_ITEMS = 256
 """Number of items that are converted at once; more are converted in a thread."""
 _FIELD_NAMES = {
     "prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text",
-    ".function": "",
+    ".function": "", ".allowed_tools": ".tools",
 }  # fmt: skip
 _SAME_NAMES = ("previous_response_id", "instructions", "max_output_tokens", "max_tool_calls", "user",
                "safety_identifier", "prompt_cache_key")  # fmt: skip

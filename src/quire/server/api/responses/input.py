@@ -78,9 +78,7 @@ def chat_request(request: api.ResponsesRequest, items: Sequence[Mapping[str, Any
     body["response_format"] = _response_format(request.text)
     if request.tools:
         body["tools"] = [_chat_tool(tool) for tool in request.tools]
-    body["tool_choice"] = choice = request.tool_choice
-    if isinstance(choice, api.FunctionChoice):
-        body["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    body["tool_choice"] = _tool_choice(request.tool_choice)
     if LOGPROBS in (request.include or ()):
         body["logprobs"] = True
         body["top_logprobs"] = request.top_logprobs or 0
@@ -169,6 +167,16 @@ def _check_item(item: api.InputItem, where: str) -> None:
 def _chat_tool(tool: api.FunctionTool) -> dict[str, Any]:
     function = {name: value for name, value in msgspec.structs.asdict(tool).items() if value is not None}
     return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: api.ToolChoice | None) -> Any:
+    match choice:
+        case api.FunctionChoice():
+            return {"type": "function", "function": {"name": choice.name}}
+        case api.AllowedTools():
+            allowed = {"mode": choice.mode, "tools": [_tool_choice(tool) for tool in choice.tools]}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
+    return choice
 
 
 def _response_format(text: api.TextConfig | None) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """Request and response bodies of `/v1/responses` and their items, with the names of OpenAI's API."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -86,11 +86,20 @@ class FunctionTool(FunctionDefinition, tag="function", omit_defaults=False):
     """A function that the model may call."""
 
 
-class FunctionChoice(msgspec.Struct):
+class FunctionChoice(msgspec.Struct, tag="function"):
     """Call this function."""
 
-    type: Literal["function"]
     name: str
+
+
+class AllowedTools(msgspec.Struct, tag="allowed_tools"):
+    """Call these functions only, at least one of them with `required`."""
+
+    mode: Literal["auto", "required"]
+    tools: list[FunctionChoice]
+
+
+ToolChoice: TypeAlias = Literal["none", "auto", "required"] | FunctionChoice | AllowedTools
 
 
 class TextFormat(msgspec.Struct, tag="text", frozen=True):
@@ -143,7 +152,7 @@ class ResponsesRequest(ChatExtensions, kw_only=True):
     stream: bool | None = False
     background: bool | None = False
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = True
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -251,7 +260,7 @@ class Response(msgspec.Struct, kw_only=True):
     store: bool = True
     background: bool = False
     tools: list[FunctionTool] = []
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice = "auto"
+    tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig
     reasoning: Reasoning

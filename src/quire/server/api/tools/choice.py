@@ -10,7 +10,7 @@ import msgspec
 
 from quire.common.errors import InvalidParamsError, nearest_name
 from quire.common.params import StructuredOutputsParams
-from quire.server.api.chat.protocol import FunctionDefinition, NamedToolChoice, Tool, ToolChoice
+from quire.server.api.chat.protocol import FunctionDefinition, Tool, ToolChoice, ToolSelection
 from quire.server.api.tools.call_reader import FUNCTION_NAME
 from quire.server.api.tools.call_styles import Part
 from quire.server.api.tools.formats import ToolFormat
@@ -41,20 +41,32 @@ def check_tools(tools: Sequence[Tool] | None, tool_choice: ToolChoice | None = N
     num_bytes = len(msgspec.json.encode(tools))
     if num_bytes > MAX_TOOLS_BYTES:
         raise InvalidParamsError(f"tools has {num_bytes:,} bytes as JSON: at most {MAX_TOOLS_BYTES:,} are allowed")
-    if tool_choice == "required" and not names:
-        raise InvalidParamsError("tool_choice='required', but tools is empty: it must contain at least one function")
-    if isinstance(tool_choice, NamedToolChoice) and (name := tool_choice.function.name) not in names:
+    if tool_choice in ("required", "any") and not names:
         raise InvalidParamsError(
-            f"tool_choice.function.name={name[:64]!r} is not one of the tools{nearest_name(name[:128], names)}"
+            f"tool_choice={tool_choice!r}, but tools is empty: it must contain at least one function"
         )
+    if isinstance(tool_choice, ToolSelection) and (wrong := [n for n in tool_choice.names if n not in names]):
+        where = "allowed_tools" if tool_choice.function is None else "function.name"
+        near = nearest_name(wrong[0][:128], names)
+        raise InvalidParamsError(f"tool_choice.{where}={wrong[0][:64]!r} is not one of the tools{near}")
+
+
+def allowed_tools(
+    tools: Sequence[Tool] | None, tool_choice: ToolChoice | None
+) -> tuple[Sequence[Tool] | None, ToolChoice | None]:
+    """Return the tools that the model may call, and the choice among them. The arguments must have passed
+    `check_tools`."""
+    if not isinstance(tool_choice, ToolSelection) or tool_choice.allowed_tools is None or tools is None:
+        return tools, tool_choice
+    return [tool for tool in tools if tool.function.name in tool_choice.names], tool_choice.allowed_tools.mode
 
 
 def forced_tools(tools: Sequence[Tool] | None, tool_choice: ToolChoice | None) -> ForcedTools | None:
     """Return how to read an output with the grammar of `tool_choice_structure`; None if there is no such grammar. The
-    arguments must have passed `check_tools`."""
+    arguments are those that `allowed_tools` returns."""
     if not tools or tool_choice in (None, "none", "auto"):
         return None
-    return ForcedTools(tool_choice.function.name if isinstance(tool_choice, NamedToolChoice) else None)
+    return ForcedTools(tool_choice.names[0] if isinstance(tool_choice, ToolSelection) else None)
 
 
 def tool_choice_structure(
@@ -63,8 +75,8 @@ def tool_choice_structure(
     """Return the grammar of the calls that the model must make; None if it need not call a tool.
 
     For a named function the output is its arguments alone. For `required` it is an array of `{"name": ...,
-    "parameters": {...}}`, with exactly one item unless `parallel`. The arguments must have passed `check_tools`. Raises
-    InvalidParamsError if the schemas together are too large.
+    "parameters": {...}}`, with exactly one item unless `parallel`. The arguments are as `allowed_tools` returns them.
+    Raises InvalidParamsError if the schemas together are too large.
     """
     forced = forced_tools(tools, tool_choice)
     if forced is None or tools is None:
