@@ -30,11 +30,13 @@ def test_another_tokenizer_can_be_set(tmp_path: Path) -> None:
     llm = LLM(max_model_len=64, num_gpu_blocks_override=8)
     source = Path(llm.engine.tokenizer.source)
     shutil.copy(source / "tokenizer.json", tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}!"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": "{{ messages[0].role }}: {{ messages[0].content }}!"})
+    )
     llm.set_tokenizer(tmp_path)
     assert llm.get_tokenizer().name_or_path == str(tmp_path)
-    (output,) = llm.chat([{"role": "user", "content": "Once"}], SamplingParams(max_tokens=1), use_tqdm=False)
-    assert output.prompt == "Once!"
+    (output,) = llm.chat([{"role": "developer", "content": "Once"}], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert output.prompt == "system: Once!"
     llm.engine.add_request("a", "Hi", SamplingParams(max_tokens=1))
     with pytest.raises(RequestError, match="the tokenizer cannot be replaced while requests run"):
         llm.set_tokenizer(source)

@@ -109,7 +109,7 @@ FEATURES = [
     "{% generation %}{{ messages[0].content | tojson(indent=1, separators=(',', ':'), sort_keys=True) }}"
     "{% endgeneration %}{{ '%s/%02d' % ('a', 7) }}{{ '{}-{x}'.format(1, x='b') }}{{ 'a' 'b' }}{{ 7 // 2 }}"
     "{{ [1] + [2] }}",
-    "{%- for m in messages recursive %}{{ loop.previtem.role if loop.previtem is defined else '^' }}"
+    "{# developer #}{%- for m in messages recursive %}{{ loop.previtem.role if loop.previtem is defined else '^' }}"
     "{{ loop.nextitem.role if not loop.last else '$' }}{{ loop.cycle('x', 'y') }}{% endfor %}"
     "{% filter upper %}a{% endfilter %}{{ 'x' if true is true and none is none and 1 is number and 1 is integer }}",
     "{{ builtin_tools is defined and 'python' in builtin_tools }}{{ (documents or []) | length > 1 }}"
@@ -136,6 +136,15 @@ def test_the_embedded_template_and_its_tokens(tokenizer: Tokenizer) -> None:
     text = tokenizer.apply_chat_template([USER])
     assert text == "<|im_start|>user\nWhat does json.dumps do?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.encode(text, add_special_tokens=False)[0] == 1
+
+
+@pytest.mark.parametrize(("more", "role"), [("", "system"), ("{# developer #}", "developer")])
+def test_a_developer_has_the_role_of_the_system_where_the_template_has_no_other(tokenizer, more, role) -> None:
+    template = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}" + more
+    messages = [{"role": "developer", "content": "Be short."}, USER]
+    text = tokenizer.apply_chat_template(messages, chat_template=template)
+    assert text == f"[{role}: Be short.][user: {USER['content']}]"
+    assert messages[0]["role"] == "developer"
 
 
 def test_the_caller_keeps_its_messages(tokenizer: Tokenizer) -> None:

@@ -19,6 +19,7 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         """Raises TokenizerError if `source` is not a valid Jinja template."""
+        self._knows_developers = "developer" in source
         try:
             self._template = compile_template(source)
         except jinja2.TemplateSyntaxError as error:
@@ -39,9 +40,11 @@ class ChatTemplate:
         """Return the conversation as one text, which the model continues.
 
         With `add_generation_prompt` the text ends with the beginning of the assistant's turn; with
-        `continue_final_message` it ends within the last message. `content_format`: see
-        Tokenizer.apply_chat_template. Raises InvalidPromptError if messages are malformed or
-        the template rejects them, and TokenizerError if the template exceeds its limits.
+        `continue_final_message` it ends within the last message. `content_format`: see Tokenizer.apply_chat_template.
+        Where the template does not mention the role `developer`, OpenAI's newer name of `system`, such messages have
+        that role: it would leave them out, refuse them, or write a role that the model does not know. Raises
+        InvalidPromptError if messages are malformed or the template rejects them, and TokenizerError if the template
+        exceeds its limits.
         """
         if add_generation_prompt and continue_final_message:
             raise InvalidPromptError(
@@ -49,6 +52,8 @@ class ChatTemplate:
                 "of them to False"
             )
         checked = check_messages(messages)
+        for message in () if self._knows_developers else checked:
+            message["role"] = "system" if message["role"] == "developer" else message["role"]
         others = {
             **_plain(variables, "chat_template_kwargs"),
             "tools": None if tools is None else _check_tools(tools),

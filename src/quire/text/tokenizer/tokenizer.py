@@ -239,8 +239,9 @@ class Tokenizer:
 
         `chat_template` is a Jinja source or the name of one of the checkpoint's templates. The default is `tool_use` if
         there are tools and such a template, else `default`. `content_format` is `string`, `openai` (a list of parts)
-        or `auto` (as the template reads it). Raises TokenizerError if the template is missing or
-        invalid, InvalidPromptError if it rejects the messages.
+        or `auto` (as the template reads it). A message of the role `developer` has the role `system` if the template
+        does not know it. Raises TokenizerError if the template is missing or invalid, InvalidPromptError if it rejects
+        the messages.
         """
         template = self._template(chat_template, with_tools=tools is not None)
         return template.render(

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 import msgspec
-from msgspec.structs import replace
 
 from quire.common.errors import InvalidPromptError, TokenizerError
 from quire.server.api.chat.protocol import ChatCompletionRequest, ChatMessage, ContentPart, Tool
@@ -68,8 +67,6 @@ async def chat_text(
     template."""
     check_client_template(model, request.chat_template)
     variables = template_variables(model, variables)
-    if not _reads_developers(model, request.chat_template):
-        messages = [replace(m, role="system") if m.role == "developer" else m for m in messages]
 
     def render() -> str:
         try:
@@ -114,14 +111,6 @@ def template_variables(model: ServedModel, given: Mapping[str, Any]) -> dict[str
         if name in given:
             raise invalid(f"chat_template_kwargs cannot set {name!r}", "chat_template_kwargs")
     return {**(model.args.default_chat_template_kwargs or {}), **given}
-
-
-def _reads_developers(model: ServedModel, template: str | None) -> bool:
-    """Whether the template has the role `developer`, OpenAI's newer name of `system`. Others would leave its messages
-    out, refuse them, or write a role that the model does not know."""
-    known = model.llm.tokenizer.chat_templates
-    sources = known.values() if template is None else [known.get(template, template)]
-    return any("developer" in source for source in sources)
 
 
 def _texts(message: ChatMessage) -> list[str]:
