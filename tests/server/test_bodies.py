@@ -35,6 +35,7 @@ class Body(msgspec.Struct, kw_only=True):
     part: Part | None = None
     parts: list[Part] | None = None
     anything: dict | None = None
+    either: float | int | None = None
     renamed: Part | None = msgspec.field(default=None, name="schema")
     color: Literal["red", "green"] | Part | None = None
     colors: list[Literal["red", "green"]] | None = None
@@ -52,6 +53,14 @@ def test_a_body_becomes_a_struct():
     body, unknown = decode(b'{"name": "a", "count": -5, "part": {"kind": "b"}}', Body)
     assert body == Body(name="a", count=-5, part=Part("b"))
     assert unknown == []
+
+
+def test_an_integer_may_be_written_as_a_float():
+    raw = b'{"name": "a", "count": 8.0, "a1": 1e3, "either": 2.0, "anything": {"count": 8.0}}'
+    body, unknown = decode(raw, Body)
+    assert (body.count, body.a1, unknown) == (8, 1000, [])
+    assert isinstance(body.count, int)
+    assert [type(number) for number in (body.either, body.anything["count"])] == [float, float]
 
 
 @pytest.mark.parametrize(
@@ -77,6 +86,7 @@ def test_unknown_fields_are_named_by_their_place(raw, unknown):
     [
         (b'{"name": 5}', "name: expected a string, got an integer", "name"),
         (b'{"name": "a", "count": 1.5}', "count: expected an integer or null, got a number", "count"),
+        (b'{"name": "a", "count": 1e300}', "count: expected an integer or null, got a number", "count"),
         (b'{"name": "a", "part": {"kind": 5}}', "part.kind: expected a string, got an integer", "part.kind"),
         (b'{"name": "a", "parts": [{"kind": 5}]}', "parts[0].kind: expected a string, got an integer", "parts[0].kind"),
         (b'{"name": "a", "a1": 1.5}', "a1: expected an integer or null, got a number", "a1"),

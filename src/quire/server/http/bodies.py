@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -68,6 +69,7 @@ def decode(raw: bytes | bytearray, kind: type[T]) -> tuple[T, list[str]]:
     try:
         data = msgspec.json.decode(raw)
         json.loads(raw, object_pairs_hook=_check_keys, parse_int=_check_int if has_long_numbers else None)
+        _make_integers(data, kind)
         body = msgspec.convert(data, kind, strict=True)
     except msgspec.ValidationError as error:
         raise _wrong_field(str(error), kind) from None
@@ -76,6 +78,23 @@ def decode(raw: bytes | bytearray, kind: type[T]) -> tuple[T, list[str]]:
     except RecursionError:
         raise invalid("the body is nested too deeply", code="invalid_json") from None
     return body, list(_unknown_fields(data, body, ""))
+
+
+def _make_integers(data: Any, kind: type) -> None:
+    """Replace floats without a fraction by integers in the fields that take no other numbers."""
+    for name in _integer_fields(kind) if isinstance(data, dict) else ():
+        value = data.get(name)
+        if isinstance(value, float) and abs(value) < 2**53 and value.is_integer():
+            data[name] = int(value)
+
+
+@lru_cache
+def _integer_fields(kind: type) -> frozenset[str]:
+    """The names of a struct's fields that may be integers, and not floats."""
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    types = {field.encode_name: {type(one) for one in _alternatives([field.type])} for field in info.fields}
+    return frozenset(name for name, some in types.items() if inspect.IntType in some and inspect.FloatType not in some)
 
 
 def json_fault(error: Exception) -> str:
