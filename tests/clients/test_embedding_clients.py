@@ -73,6 +73,25 @@ def test_cohere_s_client_embeds_and_reranks(embedder: Served, expected: np.ndarr
     assert ranked.meta.billed_units.search_units == 1
 
 
+def test_cohere_s_older_client_embeds_in_batches(embedder: Served, expected: np.ndarray) -> None:
+    with httpx.Client() as http:
+        client = cohere.Client(api_key=KEY, base_url=embedder.url, httpx_client=http)
+        answer = client.embed(model=MODEL, texts=TEXTS * 40, input_type="search_query")
+        named = client.embed(model=MODEL, texts=TEXTS, embedding_types=["float", "ubinary"], batching=False)
+        with pytest.raises(cohere.BadRequestError) as refused:
+            client.embed(model=MODEL, texts=TEXTS, input_type="cluster")
+        with pytest.raises(cohere.NotFoundError) as unknown:
+            cohere.ClientV2(api_key=KEY, base_url=embedder.url, httpx_client=http).embed(
+                model="other", texts=TEXTS, input_type="image", embedding_types=["float"]
+            )
+    assert answer.response_type == "embeddings_floats"
+    assert np.array_equal(np.array(answer.embeddings, np.float32), np.tile(expected, (40, 1)))
+    assert (len(answer.texts), answer.meta.api_version.version) == (120, "1")
+    assert np.array_equal(np.array(named.embeddings.float_, np.float32), expected)
+    assert refused.value.body["message"].startswith("input_type='cluster': must be one of")
+    assert "'other'" in unknown.value.body["message"]
+
+
 def test_llama_index_embeds_texts_and_queries(embedder: Served, expected: np.ndarray) -> None:
     printed, found = results("LlamaIndex embeddings", "run_llama_index_embeddings.py", embedder)
     assert printed == str(expected.shape[1])

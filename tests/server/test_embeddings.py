@@ -134,6 +134,25 @@ def test_scores_of_an_embedder_are_cosines(embedder, expected):
     assert [row["score"] for row in pairs] == pytest.approx(wanted, abs=1e-5)
 
 
+def test_the_older_form_of_cohere_s_embeddings(embedder):
+    old, new = (embedder.post(f"/{v}/embed", {"texts": TEXTS, "truncate": "END"}).json for v in ("v1", "v2"))
+    assert (old["response_type"], old["embeddings"]) == ("embeddings_floats", new["embeddings"]["float"])
+    assert (old["meta"]["api_version"], old["texts"]) == ({"version": "1"}, TEXTS)
+    forms = {"embedding_types": ["float", "binary"]}
+    old, new = (embedder.post(f"/{v}/embed", {"texts": TEXTS, **forms}).json for v in ("v1", "v2"))
+    assert (old["response_type"], old["embeddings"]) == ("embeddings_by_type", new["embeddings"])
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/v1/embed", 400), ("/v2/embed", 400), ("/v2/rerank", 400), ("/v2/chat", 404)]
+)
+def test_errors_have_cohere_s_form_at_its_paths(embedder, path, status):
+    answer = embedder.post(path, {})
+    assert answer.status == status
+    assert answer.json == {"id": answer.headers["x-request-id"], "message": answer.json["message"]}
+    assert "error" in embedder.post("/v1/embeddings", {}).json
+
+
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
 def test_documents_come_in_the_order_of_their_relevance(embedder, path):
     documents = ["os.path.join", {"text": "json.dumps"}, "sum of numbers"]
@@ -247,7 +266,11 @@ def test_classes_have_their_names_or_those_of_transformers(names, name):
 )
 def test_what_is_refused(embedder, path, body, param):
     answer = embedder.post(path, body)
-    assert (answer.status, answer.error["param"]) == (400, param), answer.body
+    assert answer.status == 400, answer.body
+    if path == "/v2/embed":
+        assert answer.json["message"].startswith(param)
+    else:
+        assert answer.error["param"] == param
     assert embedder.llm.engine.has_unfinished_requests() is False
     embedder.llm.engine.requests.check_integrity()
 
@@ -282,7 +305,8 @@ def test_clients_of_ollama_are_sent_to_ollamas_endpoint(embedder, path):
     ],
 )
 def test_how_to_cut_a_text_is_said_in_the_protocol_s_words(embedder, path, body, said):
-    error = embedder.post(path, body).error
+    answer = embedder.post(path, body).json
+    error = answer if path == "/v2/embed" else answer["error"]
     assert (error if path == "/api/embed" else error["message"]).endswith(said)
 
 

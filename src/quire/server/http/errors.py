@@ -25,8 +25,8 @@ from quire.common.params import BeamSearchParams, PoolingParams, SamplingParams,
 
 TOO_LONG = "context_length_exceeded"
 """The code for a prompt that is too long."""
-ANTHROPIC_PATH, OLLAMA_PATH = "/v1/messages", "/api/"
-"""Beginnings of paths whose errors have another form than OpenAI's."""
+ANTHROPIC_PATH, OLLAMA_PATH, COHERE_PATHS = "/v1/messages", "/api/", ("/v1/embed/", "/v2/")
+"""Beginnings of paths, with a slash at their end, whose errors have another form than OpenAI's."""
 MAX_MESSAGE_LEN = 2000
 _OPENAI_TYPES = {
     401: "authentication_error",
@@ -94,6 +94,8 @@ class ApiError(Exception):
         """The body alone, which is also used in events of a stream."""
         if path.startswith(OLLAMA_PATH):
             return msgspec.json.encode({"error": self._text()})
+        if f"{path}/".startswith(COHERE_PATHS):
+            return msgspec.json.encode({"id": self.request_id, "message": self._text()})
         body = self._anthropic_body() if path.startswith(ANTHROPIC_PATH) else self._openai_body()
         return msgspec.json.encode(body)
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from quire.common.version import __version__
 from quire.server.http.endpoint import Endpoint
-from quire.server.http.errors import ANTHROPIC_PATH, OLLAMA_PATH, ErrorResponse
+from quire.server.http.errors import ANTHROPIC_PATH, COHERE_PATHS, OLLAMA_PATH, ErrorResponse
 
 _ALWAYS = (400, 401, 403, 500)
 _WITH_BODY = (404, 408, 413, 415)
@@ -34,6 +34,11 @@ _ANTHROPIC_ERROR = {
     },
 }
 _OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+_COHERE_ERROR = {
+    "type": "object",
+    "required": ["id", "message"],
+    "properties": {"id": {"type": ["string", "null"]}, "message": {"type": "string"}},
+}
 
 
 def endpoint(rows: Sequence[Endpoint]) -> Endpoint:
@@ -66,7 +71,8 @@ def describe(rows: Iterable[Endpoint]) -> dict[str, Any]:
         "info": {"title": "Quire", "version": __version__, "description": "OpenAI-compatible API of a Quire server"},
         "paths": paths,
         "components": {
-            "schemas": components | {"AnthropicError": _ANTHROPIC_ERROR, "OllamaError": _OLLAMA_ERROR},
+            "schemas": components
+            | {"AnthropicError": _ANTHROPIC_ERROR, "OllamaError": _OLLAMA_ERROR, "CohereError": _COHERE_ERROR},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -102,8 +108,10 @@ def _responses(row: Endpoint, schema_of: dict[Any, Any]) -> dict[str, Any]:
         name = "application/x-ndjson" if is_ollama else "text/event-stream"
         content[name] = {"itemSchema": schema if is_ollama else _event(schema)}
     responses: dict[str, Any] = {"200": {"description": row.summary, "content": content}}
-    beginnings = {ANTHROPIC_PATH: "AnthropicError", OLLAMA_PATH: "OllamaError"}
-    name = next((name for path, name in beginnings.items() if row.path.startswith(path)), "ErrorResponse")
+    beginnings = {ANTHROPIC_PATH: "Anthropic", OLLAMA_PATH: "Ollama", **dict.fromkeys(COHERE_PATHS, "Cohere")}
+    name = next(
+        (f"{name}Error" for path, name in beginnings.items() if f"{row.path}/".startswith(path)), "ErrorResponse"
+    )
     error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     for status in sorted(_statuses(row)):
         described = content if row.kind == "health" and status == 503 else error

@@ -1,4 +1,4 @@
-"""/v2/embed: embeddings as Cohere's clients ask for them."""
+"""/v1/embed and /v2/embed: embeddings as Cohere's clients ask for them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _INPUT_TYPES = ("search_document", "search_query", "classification", "clustering
 
 
 async def create_cohere_embeddings(request: Request) -> ASGIApp:
-    """POST /v2/embed"""
+    """POST /v1/embed or /v2/embed"""
     context, body = context_of(request), await read_struct(request, api.CohereEmbedRequest)
+    is_v1 = request.url.path == "/v1/embed"
     context.field_names |= {"dimensions": "output_dimension", "truncate_prompt_tokens=-1": "truncate=END"}
     check_count(len(body.texts), "texts")
     model = await begin(request, body, "texts")
@@ -56,11 +57,17 @@ async def create_cohere_embeddings(request: Request) -> ASGIApp:
     units = api.BilledUnits(input_tokens=usage_of(outputs).prompt_tokens)
 
     def make() -> Response:
-        meta = api.CohereMeta(api_version=api.ApiVersion(), billed_units=units)
         made = _embeddings(outputs, forms)
-        return json_response(
-            api.CohereEmbedResponse(id=context.request_id, embeddings=made, texts=body.texts, meta=meta)
+        is_bare = is_v1 and not body.embedding_types
+        embeddings: Any = made.numbers if is_bare else made
+        answer = api.CohereEmbedResponse(
+            id=context.request_id,
+            response_type="embeddings_floats" if is_bare else "embeddings_by_type",
+            embeddings=embeddings,
+            texts=body.texts,
+            meta=api.CohereMeta(api_version=api.ApiVersion(version="1" if is_v1 else "2"), billed_units=units),
         )
+        return json_response(answer)
 
     return await made_response(make, num_numbers(outputs) * len(forms))
 
@@ -99,9 +106,10 @@ def _prompt(folder: Path, input_type: str | None) -> str:
     return ""
 
 
-ENDPOINTS = (
+ENDPOINTS = tuple(
     Endpoint(
-        "/v2/embed", "POST", create_cohere_embeddings, "Embed texts, for Cohere's clients",
+        path, "POST", create_cohere_embeddings, "Embed texts, for Cohere's clients",
         request=api.CohereEmbedRequest, response=api.CohereEmbedResponse, generates=True,
-    ),
+    )
+    for path in ("/v2/embed", "/v1/embed")
 )  # fmt: skip

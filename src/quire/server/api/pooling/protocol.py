@@ -224,8 +224,8 @@ class CohereEmbedRequest(PoolingFields, kw_only=True):
     input_type: str | None = None
     """What the texts are for. A prompt of the model's with this name is put before them."""
     embedding_types: list[Literal["float", "base64", "binary", "ubinary"]] | None = None
-    """Default: numbers. `ubinary`: eight signs in each byte, the first in its highest bit, where 0 is a negative one;
-    `binary`: these bytes less 128."""
+    """Default: numbers, which /v1/embed then returns without their form's name. `ubinary`: eight signs in each byte, the
+    first in its highest bit, where 0 is a negative one; `binary`: these bytes less 128."""
     output_dimension: int | None = None
     max_tokens: int | None = None
     """Keep this number of tokens of each text."""
@@ -246,7 +246,7 @@ class CohereEmbeddings(msgspec.Struct, kw_only=True):
 class ApiVersion(msgspec.Struct, kw_only=True):
     """The version of Cohere's API."""
 
-    version: str = "2"
+    version: Literal["1", "2"] = "2"
 
 
 class BilledUnits(msgspec.Struct, kw_only=True):
@@ -277,7 +277,8 @@ class CohereEmbedResponse(msgspec.Struct, kw_only=True):
     """All embeddings, in the order of the texts."""
 
     id: str
-    response_type: Literal["embeddings_by_type"] = "embeddings_by_type"
-    embeddings: CohereEmbeddings
+    response_type: Literal["embeddings_by_type", "embeddings_floats"]
+    embeddings: CohereEmbeddings | list[list[float]]
+    """`embeddings_floats`: the vectors alone, as numbers."""
     texts: list[str]
     meta: CohereMeta
