@@ -270,6 +270,20 @@ def test_numeric_escapes_of_gbnf(matcher, rule: str, right: list[str], wrong: li
     assert [text for text in wrong if allows(it, text)] == []
 
 
+def test_schemas_in_a_grammar_are_adapted_too(matcher) -> None:
+    no_quote = {"type": "string", "pattern": r'^[^"]*$'}
+    it = matcher(grammar=f'start: "%json {{" /%json \\{{/ a | "x" // %json {{\n a: %json {json.dumps(no_quote)}\n')
+    assert allows(it, '%json {%json {"b"')
+    assert not allows(it, r'%json {%json {"\""')
+    records = [{"type": "object", "propertyNames": {"type": "string"}}, {"type": "array", "uniqueItems": False}]
+    it = matcher(grammar=f"start: %json {json.dumps(records[0])} %json\n{json.dumps(records[1], indent=1)}")
+    assert allows(it, '{"a": 1}[1, 1]')
+    with pytest.raises(ValueError, match=rf"the number {BEYOND} is not supported \(at /const\)"):
+        library_grammar(StructuredOutputsParams(grammar=f'start: %json {{"const": {BEYOND}}}'))
+    with pytest.raises(ValueError, match=r"^the schema after %json is not JSON: Expecting property name"):
+        library_grammar(StructuredOutputsParams(grammar="start: %json {a}"))
+
+
 @pytest.mark.parametrize("escape", [r"\ud83d", r"\U00110000"])
 def test_a_numeric_escape_that_is_no_character_is_refused(escape: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{escape} is not the number of a Unicode character")):

@@ -1,7 +1,9 @@
 """Conversion of a request's structure to the grammar library's format."""
 
+import json
 import re
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from os.path import commonprefix
 from typing import Any
@@ -16,6 +18,8 @@ from quire.text.grammar.structural_tag import LarkRules
 _JSON_WHITESPACE = r" |\n {0,16}|\n\t{0,4}"
 """Between the tokens of JSON unless the request says otherwise: enough to indent, but not to fill an output with it."""
 _ESCAPED = frozenset(r"\.+*?()|[]{}^$#&-~/")
+_LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|(?://|#).*|/(?:\\.|[^/\\\n])+/|%json\s*(?=\{)')
+"""Texts, comments, regular expressions, and what precedes a schema."""
 _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
@@ -27,9 +31,6 @@ def library_grammar(params: StructuredOutputsParams) -> str:
         return LLMatcher.grammar_from_regex(params.regex)
     if params.choice is not None:  # one lexeme is a hundred times faster than thousands of rules
         return LLMatcher.grammar_from_regex("|".join(map(_literal, params.choice)))
-    if params.grammar is not None:
-        is_gbnf = "::=" in params.grammar
-        return grammar_from("grammar", _GBNF_ESCAPE.sub(_character, params.grammar) if is_gbnf else params.grammar)
     options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
     if not params.disable_any_whitespace:
         options["whitespace_pattern"] = params.whitespace_pattern or _JSON_WHITESPACE
@@ -38,6 +39,10 @@ def library_grammar(params: StructuredOutputsParams) -> str:
         schema = closed(schema) if params.disable_additional_properties else schema
         return adapted_schema(schema) | {"x-guidance": options}
 
+    if params.grammar is not None:
+        is_gbnf = "::=" in params.grammar
+        text = _GBNF_ESCAPE.sub(_character, params.grammar) if is_gbnf else _with_schemas(params.grammar, adapted)
+        return grammar_from("grammar", text)
     if params.structural_tag is not None:
         rules = LarkRules(lambda schema: _json_in_lark(adapted(schema)), _regex_in_lark)
         return LLMatcher.grammar_from_lark(rules.grammar(read_structural_tag(params.structural_tag)))
@@ -56,6 +61,22 @@ def _character(escape: re.Match[str]) -> str:
     if 0xD800 <= code < 0xE000 or code > sys.maxunicode:
         raise ValueError(f"{escape[0]} is not the number of a Unicode character")
     return f"\\x{code:02x}" if code < 0x80 else chr(code)
+
+
+def _with_schemas(grammar: str, adapted: Callable[[Any], Any]) -> str:
+    """Return a grammar in Lark with the schemas after `%json` adapted."""
+    parts, end = [], 0
+    while found := _LARK_TOKEN.search(grammar, end):
+        parts.append(grammar[end : found.start()])
+        text, end = found[0], found.end()
+        if text.startswith("%"):
+            try:
+                schema, end = json.JSONDecoder().raw_decode(grammar, end)
+            except ValueError as error:
+                raise ValueError(f"the schema after %json is not JSON: {error}") from None
+            text = _json_in_lark(adapted(schema))
+        parts.append(text)
+    return "".join([*parts, grammar[end:]])
 
 
 def num_beginnings(params: StructuredOutputsParams) -> int | None:

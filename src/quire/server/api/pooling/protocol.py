@@ -224,8 +224,8 @@ class CohereEmbedRequest(PoolingFields, kw_only=True):
     input_type: str | None = None
     """What the texts are for. A prompt of the model's with this name is put before them."""
     embedding_types: list[Literal["float", "base64", "binary", "ubinary"]] | None = None
-    """Default: numbers, which /v1/embed then returns without their form's name. `ubinary`: eight signs in each byte, the
-    first in its highest bit, where 0 is a negative one; `binary`: these bytes less 128."""
+    """Default: numbers, which /v1/embed then returns without their form's name. `ubinary`: eight signs in each byte,
+    the first in its highest bit, where 0 is a negative one; `binary`: these bytes less 128."""
     output_dimension: int | None = None
     max_tokens: int | None = None
     """Keep this number of tokens of each text."""
