@@ -34,11 +34,9 @@ _ANTHROPIC_ERROR = {
     },
 }
 _OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
-_COHERE_ERROR = {
-    "type": "object",
-    "required": ["id", "message"],
-    "properties": {"id": {"type": ["string", "null"]}, "message": {"type": "string"}},
-}
+_COHERE_ERROR = {"type": "object", "required": ["id", "message"], "properties": {
+    "id": {"type": ["string", "null"]}, "message": {"type": "string"},
+}}  # fmt: skip
 
 
 def endpoint(rows: Sequence[Endpoint]) -> Endpoint:

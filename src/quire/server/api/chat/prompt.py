@@ -17,15 +17,8 @@ from quire.server.api.tokens.protocol import TokenizeRequest
 from quire.server.http.errors import invalid
 from quire.server.models.served_model import ServedModel
 
-_RESERVED = (
-    "self",
-    "messages",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tools",
-    "content_format",
-)
+_RESERVED = ("self", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools",
+             "content_format")  # fmt: skip
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "tool_plan")
 """Names that chat templates have for a message's reasoning."""
 _QUICK_MESSAGES = 32

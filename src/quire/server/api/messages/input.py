@@ -166,13 +166,11 @@ def _chat_tool(tool: api.Tool) -> dict[str, Any]:
 
 
 def _tool_choice(choice: api.ToolChoice) -> dict[str, Any]:
-    body: dict[str, Any] = {}
+    body: dict[str, Any] = {"tool_choice": choice.type}
     if choice.type == "tool":
         if choice.name is None:
             raise refused("tool_choice.name", "is missing: type 'tool' requires the name of a tool")
         body["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-    else:
-        body["tool_choice"] = choice.type
     if choice.disable_parallel_tool_use:
         body["parallel_tool_calls"] = False
     return body

@@ -6,6 +6,7 @@ import msgspec
 
 from quire.server.api.chat import events as chat
 from quire.server.api.messages.protocol import Message, MessageUsage, StopReason, TextBlock, ThinkingBlock, ToolUseBlock
+from quire.server.api.tools import arguments_of
 
 Event = dict[str, Any]
 _STOP_REASONS: dict[str, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -112,16 +113,7 @@ def _block(block: Event, text: str) -> TextBlock | ThinkingBlock | ToolUseBlock:
             return TextBlock(text)
         case "thinking":
             return ThinkingBlock(text)
-    return ToolUseBlock(block["id"], block["name"], _arguments(text))
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """A call's arguments. If they are truncated or not a JSON object, their text is returned as `invalid_json`, so that
-    the call is not mistaken for one without arguments."""
-    try:
-        return msgspec.json.decode(text or "{}", type=dict[str, Any])
-    except msgspec.MsgspecError:
-        return {"invalid_json": text}
+    return ToolUseBlock(block["id"], block["name"], arguments_of(text))
 
 
 def _usage(usage: chat.UsageEvent | None) -> MessageUsage:

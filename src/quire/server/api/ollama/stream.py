@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
-
 from quire.server.api.chat import events as chat
 from quire.server.api.ollama import protocol as api
 from quire.server.api.shared.fields import Timings, TokenLogprob
+from quire.server.api.tools import arguments_of
 
 
 @dataclass(slots=True)
@@ -121,12 +120,8 @@ def rfc3339(seconds: float) -> str:
 
 
 def _call(call_id: str, name: str, arguments: list[str]) -> api.Call:
-    text = "".join(arguments)
-    try:
-        parsed = msgspec.json.decode(text or "{}", type=dict[str, Any])
-    except msgspec.DecodeError:  # cut off, or not an object
-        parsed = {"invalid_json": text}
-    return api.Call(id=call_id, function=api.CalledFunction(name=name, arguments=parsed))
+    function = api.CalledFunction(name=name, arguments=arguments_of("".join(arguments)))
+    return api.Call(id=call_id, function=function)
 
 
 def _ns(seconds: float | None) -> int:

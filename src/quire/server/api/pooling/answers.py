@@ -47,9 +47,7 @@ async def rows_response(
 
     def make() -> Response:
         data: Any = [msgspec.Raw(msgspec.json.encode(row())) for row in rows]  # threads run between any two
-        made, usage = int(time.time()), usage_of(outputs)
-        name = f"{kind[1]}-{context.request_id}"
-        return json_response(kind[0](id=name, created=made, model=context.model, data=data, usage=usage))
+        return json_response(_listed(context, kind, outputs, data))
 
     return await made_response(make, num_numbers)
 
@@ -78,24 +76,20 @@ async def vectors_response(
         ends = np.cumsum([len(part) for part in parts]).tolist()
         places: Any = [
             api.BytesData(
-                index=i,
-                embed_dtype=dtype,
-                endianness=order,
-                start=end - len(part),
-                end=end,
-                shape=list(vector.shape),
+                index=i, embed_dtype=dtype, endianness=order, start=end - len(part), end=end, shape=list(vector.shape)
             )
             for i, (part, vector, end) in enumerate(zip(parts, vectors, ends, strict=True))
         ]
-        described = kind[0](
-            id=f"{kind[1]}-{context.request_id}",
-            created=int(time.time()),
-            model=context.model,
-            data=places,
-            usage=usage_of(outputs),
-        )
-        headers["metadata"] = msgspec.json.encode(described).decode("ascii", "backslashreplace")
+        described = msgspec.json.encode(_listed(context, kind, outputs, places))
+        headers["metadata"] = described.decode("ascii", "backslashreplace")
     return Response(b"".join(parts), headers=headers, media_type=BYTES)
+
+
+def _listed(
+    context: RequestContext, kind: tuple[type[api.ListResponse], str], outputs: Sequence[Output], data: Any
+) -> api.ListResponse:
+    name, usage = f"{kind[1]}-{context.request_id}", usage_of(outputs)
+    return kind[0](id=name, created=int(time.time()), model=context.model, data=data, usage=usage)
 
 
 def _vector_row(row: Callable[[int, Any], msgspec.Struct], i: int, vector: Numbers, body: api.VectorFields) -> Any:

@@ -29,7 +29,7 @@ _INPUT_TYPES = ("search_document", "search_query", "classification", "clustering
 async def create_cohere_embeddings(request: Request) -> ASGIApp:
     """POST /v1/embed or /v2/embed"""
     context, body = context_of(request), await read_struct(request, api.CohereEmbedRequest)
-    is_v1 = request.url.path == "/v1/embed"
+    is_v1 = request.url.path.endswith("/v1/embed")
     context.field_names |= {"dimensions": "output_dimension", "truncate_prompt_tokens=-1": "truncate=END"}
     check_count(len(body.texts), "texts")
     model = await begin(request, body, "texts")

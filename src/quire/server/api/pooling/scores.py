@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from msgspec import UNSET
@@ -43,38 +42,36 @@ async def create_scores(request: Request) -> ASGIApp:
     return await rows_response(context, (api.ScoreResponse, "score"), outputs, rows, len(scores))
 
 
-def _rerank(*, is_cohere_v2: bool) -> Callable[[Request], Coroutine[Any, Any, ASGIApp]]:
-    async def create_reranking(request: Request) -> ASGIApp:
-        """POST /rerank"""
-        context, body = context_of(request), await read_struct(request, api.RerankRequest)
-        documents = [body.documents] if isinstance(body.documents, str) else body.documents
-        check_count(len(documents), "documents")
-        if body.top_n is not None and body.top_n < 0:
-            raise invalid(f"top_n={body.top_n}: must be 1 or more, or 0 for all documents", "top_n")
-        model = await begin(request, body, "documents")
-        texts = [one if isinstance(one, str) else one.text for one in documents]
-        asked = _score(model, context, body, ScoredPairs([body.query], texts), ("query", "documents"))
-        scores, outputs = await sse.unless_disconnected(request, asked)
-        order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n or None]
-        shows = not is_cohere_v2 if body.return_documents is None else body.return_documents
-        units = api.CohereMeta(api_version=api.ApiVersion(), billed_units=api.BilledUnits(search_units=1))
-        answer = api.RerankResponse(
-            id=f"rerank-{context.request_id}",
-            model=context.model,
-            usage=usage_of(outputs),
-            results=[
-                api.RerankResult(
-                    index=i,
-                    relevance_score=scores[i],
-                    document=api.Document(text=texts[i]) if shows else UNSET,
-                )
-                for i in order
-            ],
-            meta=units if is_cohere_v2 else UNSET,
-        )
-        return json_response(answer)
-
-    return create_reranking
+async def create_reranking(request: Request) -> ASGIApp:
+    """POST /rerank, or /v2/rerank in Cohere's form"""
+    context, body = context_of(request), await read_struct(request, api.RerankRequest)
+    is_cohere = request.url.path.endswith("/v2/rerank")
+    documents = [body.documents] if isinstance(body.documents, str) else body.documents
+    check_count(len(documents), "documents")
+    if body.top_n is not None and body.top_n < 0:
+        raise invalid(f"top_n={body.top_n}: must be 1 or more, or 0 for all documents", "top_n")
+    model = await begin(request, body, "documents")
+    texts = [one if isinstance(one, str) else one.text for one in documents]
+    asked = _score(model, context, body, ScoredPairs([body.query], texts), ("query", "documents"))
+    scores, outputs = await sse.unless_disconnected(request, asked)
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n or None]
+    shows = not is_cohere if body.return_documents is None else body.return_documents
+    units = api.CohereMeta(api_version=api.ApiVersion(), billed_units=api.BilledUnits(search_units=1))
+    answer = api.RerankResponse(
+        id=f"rerank-{context.request_id}",
+        model=context.model,
+        usage=usage_of(outputs),
+        results=[
+            api.RerankResult(
+                index=i,
+                relevance_score=scores[i],
+                document=api.Document(text=texts[i]) if shows else UNSET,
+            )
+            for i in order
+        ],
+        meta=units if is_cohere else UNSET,
+    )
+    return json_response(answer)
 
 
 async def _cut(model: ServedModel, name: str, limit: int | None, texts: list[str]) -> list[str]:
@@ -147,8 +144,6 @@ def _given(body: api.ScoreRequest, names: Sequence[str]) -> tuple[str, list[str]
     return name, [texts] if isinstance(texts, str) else texts
 
 
-_RERANK, _RERANK_V2 = _rerank(is_cohere_v2=False), _rerank(is_cohere_v2=True)
-
 ENDPOINTS = (
     *(
         Endpoint(
@@ -159,9 +154,9 @@ ENDPOINTS = (
     ),
     *(
         Endpoint(
-            path, "POST", handler, "Put documents in the order of their relevance to a query",
+            path, "POST", create_reranking, "Put documents in the order of their relevance to a query",
             request=api.RerankRequest, response=api.RerankResponse, generates=True,
         )
-        for path, handler in (("/rerank", _RERANK), ("/v1/rerank", _RERANK), ("/v2/rerank", _RERANK_V2))
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
     ),
 )  # fmt: skip

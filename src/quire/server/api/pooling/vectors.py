@@ -9,7 +9,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from quire.common.params import PoolingTask
+from quire.common.params import PoolingParams, PoolingTask
 from quire.server.api.pooling import protocol as api
 from quire.server.api.pooling.answers import BYTES, Numbers, Output, num_numbers, rows_response, vectors_response
 from quire.server.api.pooling.run import begin, check_task, params_of, pool, prompts_of
@@ -25,7 +25,7 @@ async def create_embeddings(request: Request) -> ASGIApp:
     context, body = context_of(request), await read_struct(request, api.EmbeddingRequest)
     model = await begin(request, body)
     task = check_task(model, context, "embed")
-    outputs = await sse.unless_disconnected(request, _vectors(model, context, body, task))
+    outputs = await _vectors(request, model, body, task)
     return await vectors_response(context, (api.EmbeddingResponse, "embd"), body, outputs, _embedding)
 
 
@@ -35,7 +35,7 @@ async def create_pooling(request: Request) -> ASGIApp:
     model = await begin(request, body)
     assert model.llm.pooler is not None
     task = check_task(model, context, body.task or model.llm.pooler.tasks[0])
-    outputs = await sse.unless_disconnected(request, _vectors(model, context, body, task))
+    outputs = await _vectors(request, model, body, task)
     return await vectors_response(context, (api.PoolingResponse, "pool"), body, outputs, _pooled)
 
 
@@ -44,11 +44,7 @@ async def create_classification(request: Request) -> ASGIApp:
     context, body = context_of(request), await read_struct(request, api.ClassificationRequest)
     model = await begin(request, body)
     params = params_of(context, body, check_task(model, context, "classify"))
-
-    async def classify() -> list[Output]:
-        return await pool(model, await prompts_of(model, body, params), params, context.request_id)
-
-    outputs = await sse.unless_disconnected(request, classify())
+    outputs = await sse.unless_disconnected(request, _outputs(model, context, body, params))
     names = model.llm.model_config.hf_config.get("id2label")
     rows = [partial(_classes, i, output.outputs.data, names) for i, output in enumerate(outputs)]
     return await rows_response(context, (api.ClassificationResponse, "classify"), outputs, rows, num_numbers(outputs))
@@ -67,10 +63,15 @@ def _classes(index: int, probs: Numbers, names: Any) -> api.ClassificationData:
     return api.ClassificationData(index=index, label=label, probs=probs.tolist(), num_classes=len(probs))
 
 
-async def _vectors(
-    model: ServedModel, context: RequestContext, body: api.VectorFields, task: PoolingTask
-) -> list[Output]:
+async def _vectors(request: Request, model: ServedModel, body: api.VectorFields, task: PoolingTask) -> list[Output]:
+    context = context_of(request)
     params = params_of(context, body, task, dimensions=body.dimensions, normalize=body.normalize)
+    return await sse.unless_disconnected(request, _outputs(model, context, body, params))
+
+
+async def _outputs(
+    model: ServedModel, context: RequestContext, body: api.InputFields, params: PoolingParams
+) -> list[Output]:
     return await pool(model, await prompts_of(model, body, params), params, context.request_id)
 
 

@@ -183,12 +183,9 @@ def _response_format(text: api.TextConfig | None) -> dict[str, Any] | None:
     if text is None or isinstance(text.format, api.TextFormat):
         return None
     fields = {name: value for name, value in msgspec.structs.asdict(text.format).items() if value is not None}
-    match text.format:
-        case api.JsonSchemaFormat():
-            return {"type": "json_schema", "json_schema": fields}
-        case api.StructuralTagFormat():
-            return {"type": "structural_tag", **fields}
-    return {"type": "json_object"}
+    if isinstance(text.format, api.JsonSchemaFormat):
+        return {"type": "json_schema", "json_schema": fields}
+    return {"type": text.format.__struct_config__.tag, **fields}
 
 
 def refused(param: str, reason: str) -> ApiError:

@@ -85,8 +85,8 @@ def structure(request: SamplingFields) -> StructuredOutputsParams | None:
         if form.type == "json_object":
             found["response_format"] = StructuredOutputsParams(json_object=True)
         elif form.type == "structural_tag":
-            parts = {name: getattr(form, name) for name in ("format", "structures", "triggers")}
-            given = {name: value for name, value in parts.items() if value is not None}
+            names = ("format", "structures", "triggers")
+            given = {name: value for name in names if (value := getattr(form, name)) is not None}
             found["response_format"] = StructuredOutputsParams(structural_tag=given)
         elif schema is None:
             raise invalid(

@@ -22,12 +22,13 @@ from quire.server.api.tools.formats import (
     choose_tool_format,
     shows_special_tokens,
 )
+from quire.server.api.tools.json_text import arguments_of
 from quire.server.api.tools.output_parser import ForcedTools, OutputParser, new_call_id
 from quire.server.api.tools.parsed import Parsed
 from quire.server.api.tools.schemas import argument_schemas
 
 __all__ = [
     "REASONING_FORMATS", "TOOL_FORMATS", "ForcedTools", "OutputParser", "Parsed", "ReasoningFormat", "ToolFormat",
-    "allowed_tools", "argument_schemas", "calls_or_content", "check_tools", "choose_reasoning_format",
+    "allowed_tools", "argument_schemas", "arguments_of", "calls_or_content", "check_tools", "choose_reasoning_format",
     "choose_tool_format", "forced_tools", "new_call_id", "shows_special_tokens", "tool_choice_structure",
 ]  # fmt: skip

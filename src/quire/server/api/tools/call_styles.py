@@ -155,3 +155,13 @@ def _named_calls(before: str, between: str, after: str, schemas: Schemas) -> lis
 def const(text: str) -> dict[str, Any]:
     """A text as a format of structural tags."""
     return {"type": "const_string", "value": text}
+
+
+def sequence(*parts: Part) -> dict[str, Any]:
+    """Parts in this order, as one format."""
+    return {"type": "sequence", "elements": [const(part) if isinstance(part, str) else part for part in parts]}
+
+
+def optional(part: dict[str, Any]) -> dict[str, Any]:
+    """A part that may be missing."""
+    return {"type": "or", "elements": [const(""), part]}

@@ -12,7 +12,7 @@ from quire.common.errors import InvalidParamsError, nearest_name
 from quire.common.params import StructuredOutputsParams
 from quire.server.api.chat.protocol import FunctionDefinition, Tool, ToolChoice, ToolSelection
 from quire.server.api.tools.call_reader import FUNCTION_NAME
-from quire.server.api.tools.call_styles import Part
+from quire.server.api.tools.call_styles import Part, sequence
 from quire.server.api.tools.formats import ToolFormat
 from quire.server.api.tools.output_parser import ForcedTools
 from quire.server.api.tools.schemas import argument_schemas, array_schema, call_schema
@@ -100,19 +100,14 @@ def calls_or_content(
     written = tool_format.written(argument_schemas(tools), parallel)
     calls = {
         "type": "tags_with_separator",
-        "tags": [{"begin": "", "content": _sequence(*call), "end": ""} for call in written.calls],
+        "tags": [{"begin": "", "content": sequence(*call), "end": ""} for call in written.calls],
         "separator": written.between or "",
         "at_least_one": True,
         "stop_after_first": written.between is None or not parallel,
     }
     answer = {"type": "json_schema", "json_schema": {"type": "object"} if form.json is None else closed(form.json)}
-    both = {"type": "or", "elements": [answer, _sequence(written.before, calls, written.after)]}
+    both = {"type": "or", "elements": [answer, sequence(written.before, calls, written.after)]}
     return StructuredOutputsParams(structural_tag={"format": _with_tokens(both, special_token_ids)})
-
-
-def _sequence(*parts: Part) -> dict[str, Any]:
-    elements = [{"type": "const_string", "value": part} if isinstance(part, str) else part for part in parts]
-    return {"type": "sequence", "elements": elements}
 
 
 def _with_tokens(form: Any, special_token_ids: Mapping[str, int]) -> Any:
@@ -126,7 +121,7 @@ def _with_tokens(form: Any, special_token_ids: Mapping[str, int]) -> Any:
         if not found:
             return form
         pieces = filter(None, re.split(f"({'|'.join(map(re.escape, found))})", form["value"]))
-        return _sequence(*(_token(piece, special_token_ids) for piece in pieces))
+        return sequence(*(_token(piece, special_token_ids) for piece in pieces))
     return {
         key: _with_tokens(value, special_token_ids) if key in _NESTED
         else _token(value, special_token_ids) if key == "end"

@@ -2,6 +2,9 @@
 
 import json
 import re
+from typing import Any
+
+import msgspec
 
 from quire.server.api.tools.reader import Reader, Reading, Sink
 
@@ -66,6 +69,15 @@ def is_json(text: str) -> bool:
 
     next(read(), None)
     return found == [True] and not reader.num_waiting
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """A call's arguments. If they are truncated or not a JSON object, their text is returned as `invalid_json`, so that
+    the call is not mistaken for one without arguments."""
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {"invalid_json": text}
 
 
 def _scan(reader: Reader, sink: Sink, allowed: str) -> Reading[bool]:

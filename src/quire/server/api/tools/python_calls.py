@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from quire.server.api.tools.call_reader import Call, CallReader
-from quire.server.api.tools.call_styles import Part, Schemas, Written, const
+from quire.server.api.tools.call_styles import Part, Schemas, Written, optional, sequence
 from quire.server.api.tools.json_text import MAX_DEPTH, MAX_NUMBER_CHARS, SPACE, is_json
 from quire.server.api.tools.reader import Reader, Reading, Sink
 from quire.server.api.tools.schemas import property_schemas, required
@@ -63,8 +63,8 @@ class PythonCalls:
             call: list[Part] = [f"{name}("]
             for key in filter(_KEY.fullmatch, dict.fromkeys([*types, *needed])):
                 value = {"type": "json_schema", "json_schema": types.get(key, {})}
-                pair = {"type": "sequence", "elements": [const(f"{key}="), value, const(",")]}
-                call.append(pair if key in needed else {"type": "or", "elements": [const(""), pair]})
+                pair = sequence(f"{key}=", value, ",")
+                call.append(pair if key in needed else optional(pair))
             calls.append([*call, ")"])
         return Written(calls, self.separator, tag + self.open, self.end)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.server.api.tools.call_reader import Call, CallReader
-from quire.server.api.tools.call_styles import Part, Schemas, Written, const
+from quire.server.api.tools.call_styles import Part, Schemas, Written, const, optional, sequence
 from quire.server.api.tools.json_text import is_json
 from quire.server.api.tools.reader import Reader, Reading, Sink
 from quire.server.api.tools.schemas import json_type, json_types, listed, properties, property_schemas, required
@@ -104,18 +104,18 @@ class TaggedCalls:
         needed, schemas = required(schema), property_schemas(schema)
         for key in dict.fromkeys([*schemas, *needed]):
             is_text = json_types(schemas.get(key)) == _TEXT
-            head = const(self.before_key + key + self.after_key.replace("{}", json.dumps(is_text)))
-            pair = {"type": "sequence", "elements": [head, *self._written_value(schemas.get(key, {}))]}
-            yield pair if key in needed else {"type": "or", "elements": [const(""), pair]}
+            head = self.before_key + key + self.after_key.replace("{}", json.dumps(is_text))
+            pair = sequence(head, *self._written_value(schemas.get(key, {})))
+            yield pair if key in needed else optional(pair)
 
-    def _written_value(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
+    def _written_value(self, schema: dict[str, Any]) -> list[Part]:
         if json_types(schema) != _TEXT:
-            return [{"type": "json_schema", "json_schema": schema}, const(self.after_value)]
+            return [{"type": "json_schema", "json_schema": schema}, self.after_value]
         if texts := [text for text in listed(schema) if isinstance(text, str)]:
-            return [{"type": "or", "elements": [*map(const, texts)]}, const(self.after_value)]
+            return [{"type": "or", "elements": [*map(const, texts)]}, self.after_value]
         mark = self.after_value.rstrip()
         text = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": mark}
-        return [text, const(self.after_value[len(mark) :])]
+        return [text, self.after_value[len(mark) :]]
 
 
 def _scan_text(reader: Reader, end: str, line_break: str, sink: Sink) -> Reading[bool]:
