@@ -182,6 +182,7 @@ B = {"properties": {"b": {"type": "integer"}}, "required": ["b"]}
         (A | {"required": ["a"], "minProperties": 2}, ['{"a":1,"b":2}'], ['{"a":1}']),
         (A | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, ['{"a":1}', '{"b":2}'], ["{}"]),
         (A | {"anyOf": [B]}, ['{"a":1,"b":2}', '{"b":2}'], ['{"a":1}']),
+        ({"type": "object", "required": ["a"], "anyOf": [B]}, ['{"b":2,"a":1}'], ['{"b":2}', '{"a":1}']),
         (A | {"oneOf": [{"$ref": "#/$defs/B"}], "$defs": {"B": B}}, ['{"a":1,"b":2}'], ['{"a":1}']),
         (A | {"$ref": "#/$defs/B", "$defs": {"B": B}}, ['{"a":1,"b":2}'], ['{"a":1}']),
         ({"allOf": [A, {"$ref": "#/$defs/B"}], "$defs": {"B": B}}, ['{"a":1,"b":2}'], ['{"a":1}']),

@@ -18,6 +18,7 @@ from quire.server.http.state import begin_request, context_of
 class Part(msgspec.Struct):
     kind: str
     more: "list[Part] | None" = None
+    size: int | None = None
 
 
 class Round(msgspec.Struct, tag="round"):
@@ -56,10 +57,10 @@ def test_a_body_becomes_a_struct():
 
 
 def test_an_integer_may_be_written_as_a_float():
-    raw = b'{"name": "a", "count": 8.0, "a1": 1e3, "either": 2.0, "anything": {"count": 8.0}}'
-    body, unknown = decode(raw, Body)
-    assert (body.count, body.a1, unknown) == (8, 1000, [])
-    assert isinstance(body.count, int)
+    raw = b'{"name": "a", "count": 8.0, "a1": 1e3, "either": 2.0, "anything": {"count": 8.0}, "part": {"kind": "b"'
+    body, unknown = decode(raw + b', "size": 3.0}}', Body)
+    assert (body.count, body.a1, body.part.size, unknown) == (8, 1000, 3, [])
+    assert [type(number) for number in (body.count, body.part.size)] == [int, int]
     assert [type(number) for number in (body.either, body.anything["count"])] == [float, float]
 
 

@@ -81,20 +81,26 @@ def decode(raw: bytes | bytearray, kind: type[T]) -> tuple[T, list[str]]:
 
 
 def _make_integers(data: Any, kind: type) -> None:
-    """Replace floats without a fraction by integers in the fields that take no other numbers."""
-    for name in _integer_fields(kind) if isinstance(data, dict) else ():
-        value = data.get(name)
-        if isinstance(value, float) and abs(value) < 2**53 and value.is_integer():
+    """Replace floats without a fraction by integers in the fields of a struct that take no other numbers."""
+    fields = _integer_fields(kind)
+    for name, value in data.items() if isinstance(data, dict) else ():
+        if isinstance(value, dict) and (inner := fields.get(name)) is not None:
+            _make_integers(value, inner)
+        elif isinstance(value, float) and fields.get(name, kind) is None and value.is_integer() and abs(value) < 2**53:
             data[name] = int(value)
 
 
 @lru_cache
-def _integer_fields(kind: type) -> frozenset[str]:
-    """The names of a struct's fields that may be integers, and not floats."""
-    info = inspect.type_info(kind)
-    assert isinstance(info, inspect.StructType)
-    types = {field.encode_name: {type(one) for one in _alternatives([field.type])} for field in info.fields}
-    return frozenset(name for name, some in types.items() if inspect.IntType in some and inspect.FloatType not in some)
+def _integer_fields(kind: type) -> dict[str, type | None]:
+    """The fields of a struct that may be integers, and not floats; and those that are structs, with their types."""
+    info, found = inspect.type_info(kind), dict[str, type | None]()
+    for field in info.fields if isinstance(info, inspect.StructType) else ():
+        kinds = {type(one): one for one in _alternatives([field.type])}
+        if isinstance(struct := kinds.get(inspect.StructType), inspect.StructType):
+            found[field.encode_name] = struct.cls
+        elif inspect.IntType in kinds and inspect.FloatType not in kinds:
+            found[field.encode_name] = None
+    return found
 
 
 def json_fault(error: Exception) -> str:

@@ -52,7 +52,7 @@ def closed(schema: Any) -> Any:
     copy = _rebuilt(schema, keep)
     for part in parts:
         more = {keyword: part[keyword] for keyword in part.keys() & _COMBINING}
-        if "allOf" in part or ("properties" in part and _MAY_NAME.search(str(more))):
+        if "allOf" in part or (part.keys() & {*_NAMED, "required"} and _MAY_NAME.search(str(more))):
             return schema
         if part.keys() & _NAMED and not more and "minProperties" not in part and _names_required(part):
             part.setdefault("additionalProperties", False)
