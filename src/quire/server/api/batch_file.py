@@ -146,30 +146,32 @@ class BatchRun:
             raise errors.exceptions[0] from None
 
     async def _result(self, line: bytes | None, is_duplicate: bool) -> BatchResult:
-        result = BatchResult(id=f"batch_req_{secrets.token_hex(12)}", custom_id=None)
+        result = BatchResult(id=f"batch_req_{secrets.token_hex(12)}", custom_id=_custom_id(line))
+        request = self._request(line, is_duplicate)
+        if isinstance(request, BatchError):
+            result.error = request
+            return result
+        status, headers, body = await call(self.app, request.url, bytes(request.body))
+        kind = headers.get("content-type", "").partition(";")[0]
+        if kind == "application/json":
+            result.response = BatchResponse(status, headers.get("x-request-id", ""), msgspec.Raw(body))
+        else:
+            message = f"the response has status {status} and the type {kind!r}: only JSON fits into a line"
+            result.error = BatchError("not_json", message)
+        return result
+
+    def _request(self, line: bytes | None, is_duplicate: bool) -> BatchRequest | BatchError:
         if line is None:
             message = f"the line is longer than {self.max_body_bytes:,} bytes, the maximum size of a body"
-            result.error = BatchError("line_too_long", message)
-            return result
-        result.custom_id = _custom_id(line)
+            return BatchError("line_too_long", message)
         try:
             request = msgspec.json.decode(line, type=BatchRequest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            result.error = BatchError("invalid_line", f"the line is not a valid request: {json_fault(error)}")
-            return result
-        result.error = self._refusal(request)
+            return BatchError("invalid_line", f"the line is not a valid request: {json_fault(error)}")
         if is_duplicate:
             message = f"custom_id={request.custom_id[:100]!r} was used by an earlier line; it must be unique"
-            result.error = BatchError("duplicate_custom_id", message)
-        if result.error is None:
-            status, headers, body = await call(self.app, request.url, bytes(request.body))
-            kind = headers.get("content-type", "").partition(";")[0]
-            if kind == "application/json":
-                result.response = BatchResponse(status, headers.get("x-request-id", ""), msgspec.Raw(body))
-            else:
-                message = f"the response has status {status} and the type {kind!r}: only JSON fits into a line"
-                result.error = BatchError("not_json", message)
-        return result
+            return BatchError("duplicate_custom_id", message)
+        return self._refusal(request) or request
 
     def _refusal(self, request: BatchRequest) -> BatchError | None:
         if request.method.upper() != "POST":
