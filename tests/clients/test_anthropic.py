@@ -90,6 +90,12 @@ def test_a_stop_sequence_is_reported(client: Anthropic) -> None:
     assert "JSON" not in answer.content[0].text
 
 
+@pytest.mark.parametrize("thinking", [{"type": "between_tools"}, {"type": "adaptive", "display": "omitted"}])
+def test_every_kind_of_thinking_is_accepted(client: Anthropic, thinking) -> None:
+    answer = client.messages.create(model=MODEL, max_tokens=4, messages=QUESTION, thinking=thinking)
+    assert [block.type for block in answer.content] == ["text"]
+
+
 def test_a_tool_that_must_be_called_and_its_result(client: Anthropic) -> None:
     asked = {"model": MODEL, "max_tokens": 60, "extra_body": GREEDY, "tools": [LOOK_UP]}
     choice = {"type": "tool", "name": "look_up"}

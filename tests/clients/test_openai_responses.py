@@ -123,6 +123,16 @@ def test_a_call_and_its_result(client: OpenAI) -> None:
     assert answer.output[0].type == "message"
 
 
+def test_only_an_allowed_tool_is_called(client: OpenAI) -> None:
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "look_up"}]}
+    tools = [{"type": "function", "name": "other", "parameters": None, "strict": None}, LOOK_UP]
+    asked = {"model": MODEL, "input": QUESTION, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    made = client.responses.create(**asked, temperature=0)
+    assert [(item.type, item.name) for item in made.output] == [("function_call", "look_up")]
+    assert made.tool_choice.model_dump() == choice
+    assert client.responses.retrieve(made.id).tool_choice == made.tool_choice
+
+
 def test_a_call_the_model_makes_by_itself_is_streamed() -> None:
     call = '<tool_call>\n{"name": "look_up", "arguments": {"name": "json.loads"}}\n</tool_call>'
     with (

@@ -105,12 +105,10 @@ def _choice(event: chat.ChoiceEvent) -> api.ChatChunkChoice:
         case chat.ReasoningDelta(index, text, drafted):
             delta = api.ChatDelta(reasoning_content=text, reasoning=text)
             return api.ChatChunkChoice(index, delta, drafted=drafted or UNSET)
-        case chat.ToolCallDelta(index, tool_index, None, _, arguments):
-            call = api.ToolCallChunk(tool_index, api.FunctionCallDelta(arguments=arguments))
-            return api.ChatChunkChoice(index, api.ChatDelta(tool_calls=[call]))
         case chat.ToolCallDelta(index, tool_index, call_id, name, arguments):
-            function = api.FunctionCallDelta(name or "", arguments)
-            call = api.ToolCallChunk(tool_index, function, call_id or "", "function")
+            function = api.FunctionCallDelta(UNSET if name is None else name, arguments)
+            first = () if call_id is None else (call_id, "function")
+            call = api.ToolCallChunk(tool_index, function, *first)
             return api.ChatChunkChoice(index, api.ChatDelta(tool_calls=[call]))
         case chat.ChoiceFinished(index, finish_reason, stop_reason):
             return api.ChatChunkChoice(index, api.ChatDelta(), None, finish_reason, stop_reason)
