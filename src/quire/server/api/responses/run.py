@@ -144,7 +144,8 @@ class BackgroundRun:
         self.run = run
         self.owner = owner
         self.keeps_frames = keeps_frames
-        self.task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None]
+        """Drives it; set by StoredResponses."""
         self._frames: list[bytes] = []
         self.is_over = False
         self._changed = asyncio.Event()
@@ -176,15 +177,14 @@ class BackgroundRun:
 
     def stop(self, status: Status, error: ResponseError | None = None) -> None:
         """End it with this status, soon. Does nothing if it has ended."""
-        if self.task is not None and not self.task.done():
+        if not self.task.done():
             self.run.end_as(status, error)
             self.task.cancel()
 
     async def cancel(self, status: Status, error: ResponseError | None = None) -> None:
         """End it with this status, and wait until it is stored."""
         self.stop(status, error)
-        if self.task is not None:
-            await asyncio.wait({self.task})
+        await asyncio.wait({self.task})
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
@@ -237,26 +237,22 @@ class StoredResponses:
     async def shutdown(self, drain_s: float = 0.0) -> None:
         """Wait up to `drain_s` for background responses, end the rest, and close the store. Cancelling this call once
         ends only the waiting."""
-        running = [each for each in self._background.values() if each.task is not None and not each.is_over]
+        running = [each for each in self._background.values() if not each.is_over]
         if running and drain_s > 0:
             with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait({each.task for each in running if each.task is not None}, timeout=drain_s)
+                await asyncio.wait({each.task for each in running}, timeout=drain_s)
         error = ResponseError("server_error", "the server was shut down")
         await asyncio.gather(*(each.cancel("failed", error) for each in running))
         self.store.close()
 
     async def _drive(self, background: BackgroundRun) -> None:
-        error = ResponseError("request_timeout", f"the response was not complete within {self._timeout_s} s")
-        timer = None
-        if self._timeout_s is not None:
-            loop = asyncio.get_running_loop()
-            timer = loop.call_later(self._timeout_s, background.stop, "failed", error)
-        try:
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(self.forget, background)
+            if self._timeout_s is not None:
+                error = ResponseError("request_timeout", f"the response was not complete within {self._timeout_s} s")
+                timer = asyncio.get_running_loop().call_later(self._timeout_s, background.stop, "failed", error)
+                at_end.callback(timer.cancel)
             await background.drive()
-        finally:
-            if timer is not None:
-                timer.cancel()
-            self.forget(background)
 
     def forget(self, background: BackgroundRun) -> None:
         """Drop a response whose stream cannot be read, and the oldest ones beyond MAX_KEPT_STREAMS."""
