@@ -45,7 +45,8 @@ class Reply:
     @property
     def message(self) -> str:
         """What an error says."""
-        error = self.json["error"]
+        body = self.json
+        error = body if body.keys() == {"id", "message"} else body["error"]  # the former is Cohere's form
         return str(error if isinstance(error, str) else error["message"])
 
     @property

@@ -242,6 +242,7 @@ def test_kept_responses_survive_a_restart(say: Say, tmp_path: Path) -> None:
         ({"tools": [FORECAST], "tool_choice": {"type": "function", "name": "other"}}, None),
         ({"tool_choice": {"type": "function", "name": "other"}}, None),
         ({"tools": [], "tool_choice": "required"}, None),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -96,7 +96,7 @@ class AllowedTools(msgspec.Struct, tag="allowed_tools"):
     """Call these functions only, at least one of them with `required`."""
 
     mode: Literal["auto", "required"]
-    tools: list[FunctionChoice]
+    tools: Annotated[list[FunctionChoice], msgspec.Meta(min_length=1)]
 
 
 ToolChoice: TypeAlias = Literal["none", "auto", "required"] | FunctionChoice | AllowedTools
