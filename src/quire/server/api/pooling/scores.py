@@ -63,9 +63,7 @@ async def create_reranking(request: Request) -> ASGIApp:
         usage=usage_of(outputs),
         results=[
             api.RerankResult(
-                index=i,
-                relevance_score=scores[i],
-                document=api.Document(text=texts[i]) if shows else UNSET,
+                index=i, relevance_score=scores[i], document=api.Document(text=texts[i]) if shows else UNSET
             )
             for i in order
         ],
