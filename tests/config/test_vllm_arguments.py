@@ -121,11 +121,14 @@ def test_paths_and_torch_dtypes_are_taken():
 
 def test_a_servers_arguments():
     flags = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "disable_log_stats": True, "port": 1}
+    flags |= {"fingerprint_mode": "none"}
     server, (spec,) = merge_args(None, flags | {"max_num_seqs": 2})
     assert server == ServerArgs(tool_parser="hermes", port=1)
     assert spec.engine == EngineArgs(max_num_seqs=2)
     with pytest.raises(ConfigError, match=r"middleware=.* a reverse proxy does this"):
         merge_args(None, {"middleware": ["a.b"]})
+    with pytest.raises(ConfigError, match="fingerprint_mode='full' is not supported"):
+        merge_args(None, {"fingerprint_mode": "full"})
 
 
 def test_sampling_parameters_that_ask_for_nothing_are_accepted():

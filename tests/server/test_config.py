@@ -53,6 +53,24 @@ def test_flags_override_the_file(tmp_path, name, text):
     assert (spec.engine.block_size, spec.engine.max_num_seqs, spec.engine.tenant_weights) == (32, 7, {"a": 2})
 
 
+def test_texts_in_a_file_mean_what_they_mean_on_the_command_line(tmp_path):
+    given = {"max_waiting": "2k", "tokens_per_minute": "1.5M", "block_size": "32", "max_num_batched_tokens": "4K"}
+    given |= {"model_memory": "none", "hang_timeout_s": "None", "response_store": "none", "num_threads": "none"}
+    (tmp_path / "quire.yaml").write_text("".join(f"{name}: {value}\n" for name, value in given.items()))
+    (tmp_path / "quire.toml").write_text("".join(f"{name} = '{value}'\n" for name, value in given.items()))
+    flags = vars(parse(*(f"--{name.replace('_', '-')}={value}" for name, value in given.items())))
+    names = names_of(ServerArgs) | names_of(EngineArgs)
+    found = merge_args(None, {name: value for name, value in flags.items() if name in names})
+    for file in ("quire.yaml", "quire.toml"):
+        assert merge_args(str(tmp_path / file), {}) == found
+    args, (spec,) = found
+    assert (args.max_waiting, args.tokens_per_minute) == (2000, 1.5 * 2**20)
+    assert (spec.engine.block_size, spec.engine.max_num_batched_tokens, spec.engine.num_threads) == (32, 4096, None)
+    assert (args.model_memory, args.hang_timeout_s, args.response_store) == (None, None, None)
+    common, (a, b) = merge_args(None, {"max_num_seqs": "1k", "models": {"a": "x", "b": {"model": "y", "seed": "2k"}}})
+    assert (common.max_waiting, a.engine.max_num_seqs, b.engine.seed) == (1024, 1000, 2000)
+
+
 def test_what_is_printed_can_be_read_back_and_holds_no_key(tmp_path):
     args, (spec,) = merge_args(
         None,
@@ -77,12 +95,13 @@ def test_what_is_printed_can_be_read_back_and_holds_no_key(tmp_path):
     [
         ({"prot": 1}, "unknown argument 'prot', did you mean 'port'"),
         ({"max_num_seq": 1}, "did you mean 'max_num_seqs'"),
-        ({"port": "80"}, "port='80': must be int"),
+        ({"port": "8O"}, "port='8O': must be int"),
         ({"port": True}, "port=True: must be int"),
         ({"port": 65536}, "port=65536: must be from 0"),
         ({"page": "yes"}, "page='yes': must be bool"),
         ({"served_model_name": [1]}, "served_model_name"),
-        ({"block_size": "16"}, "block_size='16': must be int"),
+        ({"block_size": "16B"}, "block_size='16B': must be int"),
+        ({"max_waiting": "none"}, "max_waiting='none': must be int, not str"),
         ({"max_waiting": -1}, "max_waiting=-1: must be at least 0"),
         ({"requests_per_minute": 0}, "requests_per_minute=0: must be at least 1"),
         ({"drain_timeout_s": float("nan")}, "drain_timeout_s=nan"),

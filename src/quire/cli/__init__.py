@@ -59,17 +59,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    options = _parser(arguments).parse(arguments)
-    shows_traceback = getattr(options, "debug", False)
+    parser, options = _parser(arguments), argparse.Namespace()
     try:
+        options = parser.parse(arguments)
         return int(options.run(options))
     except QuireError as error:
-        if shows_traceback:
+        if hasattr(options, "debug"):
             raise
         print(f"quire: {' '.join(str(error).split())}", file=sys.stderr)
         return _EXIT_WRONG
     except KeyboardInterrupt:
-        if shows_traceback:
+        if hasattr(options, "debug"):
             raise
         return _EXIT_INTERRUPTED
 

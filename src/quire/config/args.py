@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quire.common.arguments.options import add_field_arguments, check_types
+from quire.common.arguments.options import add_field_arguments, check_types, read_texts
 from quire.common.arguments.vllm_arguments import translate, vllm_arguments, whole_number
 from quire.common.errors import ConfigError, InvalidParamsError, UnsupportedModelError, check_choice
 from quire.common.lora import LoRARequest
@@ -58,17 +58,16 @@ class EngineConfig:
 
 class _NamesChecked(type):
     """Accepts vLLM's other names where they make no difference, and values that mean the same: a path, a torch dtype,
-    the text `none`."""
+    texts that `read_texts` reads."""
 
     def __call__(cls, **given: Any) -> Any:
-        own = {field.name: str(field.type) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        own = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         if isinstance(method := given.get("speculative_config"), str) or method is False:  # YAML makes that of `off`
             given["speculative_config"] = {"method": method}
         kept = translate("engine", {name: _plain(value) for name, value in given.items()}, own, ConfigError)
         if isinstance(modules := kept.get("lora_modules"), list | Mapping):
             kept["lora_modules"] = tuple(_listed_modules(modules))
-        nones = {name: None for name, value in kept.items() if value in ("none", "None") and "None" in own[name]}
-        return super().__call__(**kept | nones)
+        return super().__call__(**read_texts(cls, kept))
 
 
 def _listed_modules(modules: Any) -> Iterator[Any]:

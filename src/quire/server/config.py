@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from quire.common.arguments.options import check_types
+from quire.common.arguments.options import check_types, read_texts
 from quire.common.arguments.vllm_arguments import formats, own_format, translate, vllm_arguments
 from quire.common.errors import CheckpointError, ConfigError, check_choice, nearest_name
 from quire.config.args import EngineArgs, arg
@@ -262,7 +262,7 @@ def merge_args(
             raise ConfigError(f"unknown argument {name!r}{suggestion}; docs/configuration.md lists all arguments")
     of_server = {name: given.pop(name) for name in list(given) if name in (*server_names, *vllm_arguments("server"))}
     of_server = translate("server", of_server, server_names, ConfigError)
-    args = ServerArgs(**{name: _tuple(value) for name, value in of_server.items()})
+    args = ServerArgs(**{name: _tuple(value) for name, value in read_texts(ServerArgs, of_server).items()})
     if listed is not None:
         return args, _with_distinct_names(_several(listed, given, args))
     engine = EngineArgs(**given)

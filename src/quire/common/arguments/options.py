@@ -7,7 +7,7 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ def add_field_arguments(parser: argparse.ArgumentParser, kind: Any, title: str, 
             group.add_argument(flag, nargs="+", action="extend", metavar=field.name.upper(), **keywords)
         else:
             parse = _TYPES[frozenset(kinds)]
-            if "None" in str(field.type) and parse is not str:  # a file may have that name
+            if "None" in str(field.type):
                 parse = partial(_or_none, parse)
             group.add_argument(flag, type=parse, metavar=field.name.upper(), **keywords)
 
@@ -58,6 +58,20 @@ def _count(value: str) -> int:
         text = f"{value[:80]!r} is not a whole number, as in 16384, 16k (16,000) or 16K (16,384)"
         raise argparse.ArgumentTypeError(text)
     return number
+
+
+def read_texts(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of a dataclass with texts read as on the command line: `none` where an argument may be None, and
+    whole numbers, which may have units. Other texts, and values of other types, are returned as they are."""
+    read = dict(given)
+    for field in dataclasses.fields(kind):
+        kinds, value = str(field.type).split(" | "), given.get(field.name)
+        if value in ("none", "None") and "None" in kinds:
+            read[field.name] = None
+        elif isinstance(value, str) and kinds[0] == "int" and "str" not in kinds:
+            number = whole_number(value)
+            read[field.name] = value if number is None else number
+    return read
 
 
 def tenant_weights(value: str) -> dict[str, float]:

@@ -15,6 +15,8 @@ from quire.common.log import log_early
 
 _FILE = Path(__file__).with_suffix(".toml")
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_MAX_FIELDS = 16
+"""Of an option of single fields, within one another. No configuration nests that deep, and JSON is read recursively."""
 Kind = Literal["engine", "server", "sampling", "structured", "beam", "pooling"]
 
 
@@ -119,7 +121,7 @@ def spelt_out(arguments: Iterable[str], known: Collection[str]) -> list[str]:
     """Return a command line with vLLM's short options (`-tp 2`, `-O3`) spelt out, and options of single fields, such as
     `--speculative-config.method ngram`, joined to one JSON object.
 
-    Options that are `known` remain as they are.
+    Options that are `known` remain as they are. Raises ConfigError for too many fields within one another.
     """
     short: dict[str, str] = _tables()["short"]
     names = {*short.values(), *vllm_arguments("engine"), *vllm_arguments("server")}
@@ -137,6 +139,8 @@ def spelt_out(arguments: Iterable[str], known: Collection[str]) -> list[str]:
         full = f"--{name.replace('_', '-')}"
         is_option = option.startswith("--") or (option in short and option not in known)
         if fields and is_option and (full in known or name in names):
+            if len(fields) > _MAX_FIELDS:
+                raise ConfigError(f"{argument[:80]}: {len(fields):,} fields within one another; at most {_MAX_FIELDS}")
             inner = objects.setdefault(full, {})
             *path, last = (field.replace("-", "_") for field in fields)
             for field in path:
@@ -178,5 +182,5 @@ def take_options(arguments: list[str], known: Collection[str]) -> dict[str, Any]
 def _parsed(value: str) -> Any:
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None if value == "None" else value
