@@ -112,6 +112,28 @@ def test_a_prompt_that_was_made_for_other_parameters_is_checked_again(door: Pool
         door.run(door.encode(salted, cache_salt="t"))
 
 
+def test_vllms_arguments_for_the_tokenizer_are_those_of_llm(door: PoolingDoor) -> None:
+    async def encode(prompt: Any, **given: Any) -> Any:
+        params = PoolingParams(task="embed")
+        (output,) = [output async for output in door.llm.encode(prompt, params, door.new_id(), **given)]
+        return output
+
+    text = "word " * 100
+    for arguments in ({"truncate_prompt_tokens": 5, "add_special_tokens": False}, {"truncation": True}, {}):
+        prompt = text if arguments else "a b"
+        (expected,) = door.oracle.embed(prompt, tokenization_kwargs=arguments, use_tqdm=False)
+        output = door.run(encode(prompt, tokenization_kwargs=arguments, priority=1))
+        assert output.prompt_token_ids == expected.prompt_token_ids
+        assert list(output.outputs.data) == expected.outputs.embedding
+    for prompt, given, wrong in (
+        (text, {}, PromptTooLongError),
+        ("a", {"stride": 3}, InvalidParamsError),
+        (5, {"truncation": True}, InvalidPromptError),
+    ):
+        with pytest.raises(wrong):
+            door.run(encode(prompt, tokenization_kwargs=given))
+
+
 def test_what_is_wrong_is_refused_before_it_is_sent(door: PoolingDoor) -> None:
     with pytest.raises(PromptTooLongError):
         door.run(door.encode("word " * 100))

@@ -58,9 +58,8 @@ class AsyncLLM:
 
     def _use(self, started: Started, *, holds: bool = False) -> None:
         engines, ready, config = started.engines, started.ready, started.config
-        model = replace(config.model, max_model_len=min(state.max_model_len for state in ready))
-        self.config = replace(config, model=model)
-        self.model_config = model
+        self.model_config = replace(config.model, max_model_len=min(state.max_model_len for state in ready))
+        self.config = replace(config, model=self.model_config)
         self.tokenizer = started.tokenizer
         self._inputs = InputProcessor(self.config, started.tokenizer, ready[0].pooler)
         self._requests = Dispatcher(engines, ready, self._inputs, config.cache.block_size, holds=holds)
@@ -170,15 +169,19 @@ class AsyncLLM:
         *,
         lora_request: AnyAdapter = None,
         priority: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         """Yield the one output of a pooling request: what the model makes of a text, as the parameters' task says.
 
         Raises the errors of `generate`, RequestError also for what only the engine finds, such as an adapter that
         cannot be loaded, and RequestFailedError if the request's own work fails. `abort` ends it with an output that
-        has an `error`. For the output under another class, see `pooling_output`.
+        has an `error`. For the output under another class, see `pooling_output`; for the last argument, LLM.encode.
         """
         params = check_pooling_params(pooling_params)
         params = params if priority is None else msgspec.structs.replace(params, priority=priority)
+        if tokenization_kwargs is not None:
+            await self.start()
+            prompt, params = await self._intake.cut(prompt, params, tokenization_kwargs)
         yield (await self.encode_many([prompt], params, [request_id], lora_request=lora_request))[0]
 
     async def encode_many(
@@ -385,11 +388,8 @@ class AsyncLLM:
         return self.group.engines[0].pid
 
     def shutdown(self, timeout: float | None = None) -> Awaitable[None]:
-        """End the engine process; requests that still run raise EngineDeadError.
-
-        The end begins at once, whether the result is awaited or not. It takes at most a few seconds, so vLLM's
-        `timeout` makes no difference.
-        """
+        """End the engine process; requests that still run raise EngineDeadError. The end begins at once, whether the
+        result is awaited or not. It takes at most a few seconds, so vLLM's `timeout` makes no difference."""
         if self._start_args is not None:
             return LazyAwaitable(nothing)
         self.group.begin_close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quire.common.errors import RequestError, failures_named
 from quire.common.outputs import PoolingOutput, PoolingRequestOutput
@@ -16,7 +16,7 @@ from quire.interfaces.async_llm.adapters import EngineAdapters
 from quire.interfaces.async_llm.dispatcher import Dispatcher
 from quire.interfaces.async_llm.engine_message import AnyParams
 from quire.interfaces.async_llm.output_processor import RequestState
-from quire.interfaces.pooling import VECTORS, pooling_output
+from quire.interfaces.pooling import VECTORS, pooling_output, pooling_params, tokenization, tokenized
 
 _LONG_TEXT = 4096
 """Number of characters from which a text is tokenized in a thread; a shorter one takes about a millisecond."""
@@ -56,6 +56,17 @@ class Intake:
     async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text."""
         return await _in_thread([text], lambda: self._inputs.encode(text, add_special_tokens))
+
+    async def cut(self, prompt: Prompt, params: PoolingParams, given: Any) -> tuple[Prompt, PoolingParams]:
+        """Return the prompt as vLLM's `tokenization_kwargs` ask for, and parameters that say so."""
+        values, adds_special_tokens = tokenization(given, None)
+        (params,) = pooling_params(params, None, values, 1)
+        (made,) = await _in_thread(
+            [prompt], lambda: tokenized(self._inputs.pooling, [prompt], params, adds_special_tokens)
+        )
+        if isinstance(made, Exception):
+            raise made
+        return made, params
 
     async def encode(
         self, request_ids: Sequence[str], prompts: Sequence[Prompt], params: PoolingParams, lora_request: AnyAdapter
