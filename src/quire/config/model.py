@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quire.common.errors import CheckpointError, ConfigError, check_choice
+from quire.common.errors import CheckpointError, check_choice
 from quire.common.log import logger
 from quire.config.checkpoint.draft_heads import HeadConfig
 from quire.config.checkpoint.formats import find_format
@@ -18,7 +18,7 @@ from quire.config.checkpoint.runners import AS_FILES_SAY, PoolerConfig, find_run
 from quire.config.checkpoint.sentence_transformers import read_sentence_config
 from quire.config.hf_config import MAX_SIZE, HFConfig, read_json_object
 from quire.config.parallel import Range
-from quire.config.quantization import QUANT_METHOD, WEIGHTS_FROM_FILE, check_quantization, read_quantization
+from quire.config.quantization import check_quantization, read_quantization
 
 _HALF = ("float16", "half", "fp16")
 _DTYPES = dict.fromkeys(("float32", "float", "fp32"), "float32")
@@ -107,43 +107,23 @@ class ModelConfig:
         convert: str = "auto",
         pooler_config: Mapping[str, Any] = MappingProxyType({}),
     ) -> "ModelConfig":
-        """Find the checkpoint and read its config.
+        """Find the checkpoint and read its config. The arguments are those of EngineArgs that have these names.
 
-        `model` is None or `quire-tiny` / `quire-draft` (inside this package), a folder or GGUF file (the network is
-        never touched), or a hub id `org/name`, which is downloaded: JSON, tokenizer and safetensors files, never
-        pickles; with `org/name:Q4_K_M` or `gguf_file`, that GGUF file alone. `tokenizer` is the same, for the tokenizer
-        files alone. The overrides replace values of config.json and generation_config.json. `model_impl` is one of
-        MODEL_IMPLS, where `auto` is Quire's own model if there is one; `weights_from_file` one of WEIGHTS_FROM_FILE.
-        `runner` and `convert` are as `find_runner` says; `pooler_config` has fields of PoolerConfig. Raises ConfigError
-        for an unknown dtype or quantization, UnsupportedModelError for a checkpoint that another tool quantized, and
-        CheckpointError for a checkpoint that is missing or malformed.
+        Only hub ids use the network, for JSON, tokenizer and safetensors files or one GGUF file, never for pickles; of
+        `tokenizer` only its own files are read. Raises ConfigError for a wrong argument, UnsupportedModelError for a
+        checkpoint that Quire does not run, and CheckpointError for one that is missing or malformed.
         """
         check_choice("dtype", dtype, ("auto", *_DTYPES))
-        check_quantization(quantization)
-        if head_quantization is not None:
-            check_choice("head_quantization", head_quantization, ("int8",))
-        check_choice("weights_from_file", weights_from_file, WEIGHTS_FROM_FILE)
+        check_quantization(quantization, head_quantization, weights_from_file)
         name = EMBEDDED_CHECKPOINTS[0] if model is None else str(model)
         location = Location(name, gguf_file, revision, download_dir)
-        path = location.find()
-        stated, generation = _read_configs(path)
-        # Before gigabytes of weights that could not be used are downloaded.
-        architecture, model_impl, hf = implementation(stated.replaced(hf_overrides), model_impl)
-        if hf.get("auto_map"):
-            logger.warning("%s asks for its own code (auto_map): never run, the model of %s is", hf.source, model_impl)
-        path = location.complete(path)
-        runner, convert = find_runner(architecture, path, runner, convert)
-        pooler = PoolerConfig.read(pooler_config)
-        if runner == "generate" and pooler != AS_FILES_SAY:
-            raise ConfigError(f"pooler_config: {architecture} generates; give runner='pooling' to make it pool")
-        generation = (_generation_config(path) if path.is_dir() else generation).replaced(override_generation_config)
+        path, architecture, model_impl, hf, stated = _complete(location, hf_overrides, model_impl)
+        generation, pooler = stated.replaced(override_generation_config), PoolerConfig.read(pooler_config)
+        runner, convert = find_runner(architecture, path, runner, convert, pooler)
         tokenizer_path = path if tokenizer is None else Location(str(tokenizer), None, None, download_dir).tokenizer()
         checkpoint_dtype = _checkpoint_dtype(hf, path)
-        _check_layers(hf)
-        vocab_size, max_positions = hf.size("vocab_size"), hf.size("max_position_embeddings")
-        trained_len = _trained_length(path, tokenizer_path, max_positions) if runner == "pooling" else max_positions
-        quant_method, quantization = read_quantization(hf, quantization, name)
-        _check_mapped(weights_from_file, quant_method, name)
+        vocab_size, positions = hf.size("vocab_size"), hf.size("max_position_embeddings")
+        quant_method, quantization = read_quantization(hf, quantization, name, weights_from_file)
         return cls(
             model=name,
             path=path,
@@ -156,9 +136,9 @@ class ModelConfig:
             quant_method=quant_method,
             checkpoint_dtype=checkpoint_dtype,
             vocab_size=vocab_size,
-            max_position_embeddings=max_positions,
-            max_context_len=_max_context_len(hf, max_positions) if model_impl == "quire" else max_positions,
-            max_model_len=trained_len,
+            max_position_embeddings=positions,
+            max_context_len=_max_context_len(hf, positions) if model_impl == "quire" else positions,
+            max_model_len=_trained_length(path, tokenizer_path, positions) if runner == "pooling" else positions,
             eos_token_ids=_eos_token_ids(generation, hf, vocab_size),
             model_impl=model_impl,
             head_quantization=head_quantization,
@@ -166,14 +146,6 @@ class ModelConfig:
             runner=runner,
             convert=convert,
             pooler_config=pooler,
-        )
-
-
-def _check_mapped(weights_from_file: str, quant_method: str | None, name: str) -> None:
-    if weights_from_file == "always" and quant_method != QUANT_METHOD:
-        raise ConfigError(
-            f"weights_from_file='always': the files of {name} do not have the matrices as the kernels read them; "
-            f"save them so with `quire quantize {name} FOLDER --quantization int4`, and give FOLDER as the model"
         )
 
 
@@ -203,12 +175,21 @@ def rope_config(hf: HFConfig, layer_type: str = "full_attention") -> HFConfig:
     )
 
 
-def _read_configs(path: Path) -> tuple[HFConfig, HFConfig]:
-    """What config.json says; or for a GGUF file what the header says, and the generation config in it."""
-    if path.is_dir():
-        return HFConfig.read(path / CONFIG_FILE), HFConfig({}, str(path))  # not downloaded yet
-    model = read_gguf(path)
-    return hf_values(model), generation_values(model)
+def _complete(
+    location: Location, overrides: Mapping[str, Any], model_impl: str
+) -> tuple[Path, str, str, HFConfig, HFConfig]:
+    """Find a checkpoint's files, and download those that are missing. Returns where they are, the architecture, whose
+    modules run it, and what config.json and generation_config.json say, or the header of a GGUF file."""
+    path = location.find()
+    gguf = None if path.is_dir() else read_gguf(path)
+    stated = HFConfig.read(path / CONFIG_FILE) if gguf is None else hf_values(gguf)
+    # Before gigabytes of weights that could not be used are downloaded.
+    architecture, model_impl, hf = implementation(stated.replaced(overrides), model_impl)
+    _check_layers(hf)
+    if hf.get("auto_map"):
+        logger.warning("%s asks for its own code (auto_map): never run, the model of %s is", hf.source, model_impl)
+    path = location.complete(path)
+    return path, architecture, model_impl, hf, _generation_config(path) if gguf is None else generation_values(gguf)
 
 
 def _generation_config(path: Path) -> HFConfig:

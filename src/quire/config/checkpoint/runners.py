@@ -68,10 +68,12 @@ class PoolerConfig:
 AS_FILES_SAY = PoolerConfig()
 
 
-def find_runner(architecture: str, path: Path, runner: str, convert: str) -> tuple[str, str]:
+def find_runner(
+    architecture: str, path: Path, runner: str, convert: str, pooler: PoolerConfig = AS_FILES_SAY
+) -> tuple[str, str]:
     """Return the runner, `generate` or `pooling`, and the conversion, `none` for an architecture that pools by itself.
 
-    Raises ConfigError for unknown values and for those that the architecture cannot have.
+    Raises ConfigError for unknown values, and for those that the architecture cannot have.
     """
     check_choice("runner", runner, RUNNERS)
     check_choice("convert", convert, CONVERSIONS)
@@ -87,6 +89,8 @@ def find_runner(architecture: str, path: Path, runner: str, convert: str) -> tup
     if runner == "generate":
         if convert not in ("auto", "none"):
             raise ConfigError(f"convert={convert!r} is for pooling: give runner='pooling', or leave both at auto")
+        if pooler != AS_FILES_SAY:
+            raise ConfigError(f"pooler_config: {architecture} generates; give runner='pooling' to make it pool")
         return runner, "none"
     if convert == "none":
         raise ConfigError(f"runner='pooling': {architecture} must be converted for it; leave convert at auto")

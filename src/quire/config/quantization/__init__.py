@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from quire.common.errors import ConfigError, UnsupportedModelError, nearest_name
+from quire.common.errors import ConfigError, UnsupportedModelError, check_choice, nearest_name
 from quire.config.checkpoint.gguf.hf_values import QUANT_METHOD as GGUF_METHOD
 from quire.config.hf_config import HFConfig
 from quire.config.quantization.compressed import read_compressed
@@ -20,9 +20,13 @@ QUANTIZED_VERSION = 3
 """The version of the layout that `quire quantize` saves: csrc/quantized/layout.h, under the model's names."""
 
 
-def check_quantization(quantization: str | None) -> None:
+def check_quantization(quantization: str | None, of_head: str | None = None, from_file: str = "auto") -> None:
     """Raise ConfigError unless weights can be quantized to this format while they are loaded, or it is the name of a
-    method that a checkpoint may be quantized with."""
+    method that a checkpoint may be quantized with; and unless the other arguments are `head_quantization` and
+    `weights_from_file` as they may be."""
+    if of_head is not None:
+        check_choice("head_quantization", of_head, ("int8",))
+    check_choice("weights_from_file", from_file, WEIGHTS_FROM_FILE)
     if quantization is not None and quantization not in (*QUANTIZATIONS, *_NAMED_METHODS):
         raise ConfigError(
             f"quantization={quantization!r}{nearest_name(quantization, (*QUANTIZATIONS, *_NAMED_METHODS))} "
@@ -31,12 +35,14 @@ def check_quantization(quantization: str | None) -> None:
         )
 
 
-def read_quantization(hf: HFConfig, asked: str | None, name: str) -> tuple[str | None, str | None]:
+def read_quantization(
+    hf: HFConfig, asked: str | None, name: str, from_file: str = "auto"
+) -> tuple[str | None, str | None]:
     """Return the `quant_method` of a checkpoint's weights (None for plain ones), and the quantization they will have.
 
     `asked` is what was asked for: with one of QUANTIZATIONS, other tools' weights are quantized again. Raises
     UnsupportedModelError if no row of METHODS reads the weights, and ConfigError, which names the model `name`, if they
-    are quantized in another way already.
+    are quantized in another way already, or if the `weights_from_file` are `always` where files cannot be used so.
     """
     method, saved = _stated(hf)
     others = QUANTIZATIONS if method != QUANT_METHOD else ()
@@ -46,6 +52,11 @@ def read_quantization(hf: HFConfig, asked: str | None, name: str) -> tuple[str |
         raise ConfigError(
             f"quantization={asked!r}: the weights of {name} are not quantized by {asked}; "
             f"{' or '.join(QUANTIZATIONS)} quantizes them while they are loaded"
+        )
+    if from_file == "always" and method != QUANT_METHOD:
+        raise ConfigError(
+            f"weights_from_file='always': the files of {name} do not have the matrices as the kernels read them; "
+            f"save them so with `quire quantize {name} FOLDER --quantization int4`, and give FOLDER as the model"
         )
     return method, asked or saved
 
