@@ -1,5 +1,7 @@
 """Quire: `quire_engine CHECKPOINT [LLM_ARGUMENTS_AS_JSON]`. It also measures the machine and single decode steps."""
 
+from __future__ import annotations
+
 import json
 import statistics
 import sys
@@ -8,12 +10,15 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
 
 from benchmarks.drivers.protocol import Handler, random_prompts, serve, timed
+
+if TYPE_CHECKING:
+    from quire.common.batch import Batch
 
 _WARM_UP_STEPS = 2
 _SMALL_KERNELS = (
@@ -25,7 +30,6 @@ def load() -> Mapping[str, Handler]:
     """Load the engine."""
     from quire import LLM, EngineArgs, SamplingParams
     from quire.cli.bench.limits import Limits, WeightCosts
-    from quire.common.batch import Batch, Draw, DrawnRows, ScheduledSequence
 
     arguments: dict[str, Any] = {"dtype": "bfloat16", "enable_prefix_caching": False, "max_model_len": 4096}
     # The same prompts come in each round: answers of earlier rounds would be drafts that are always right.
@@ -34,7 +38,6 @@ def load() -> Mapping[str, Handler]:
     llm = LLM(sys.argv[1], **arguments)
     plan, executor = llm.engine.plan, llm.engine.executor
     block_size = plan.kv_cache.block_size
-
     loaded = EngineArgs(**arguments).lora_requests()
 
     def generate(num_prompts: int, input_len: int, output_len: int, adapters: int = 0) -> dict[str, Any]:
@@ -47,27 +50,16 @@ def load() -> Mapping[str, Handler]:
         found = Limits.measure(precision)
         return {"read_bytes_per_s": found.read_bytes_per_s, "flops_per_s": found.flops_per_s}
 
-    def batch_of(num_seqs: int, num_tokens: int, context: int) -> Batch:
-        """Return a batch with the last `num_tokens` of each context; the cache's contents do not matter."""
-        blocks_per_seq = -(-context // block_size)
-        tables = np.random.default_rng(0).permutation(num_seqs * blocks_per_seq).astype(np.int32)
-        draw = Draw(0.0, 0, 1.0, b"")
-        sequences = tuple(
-            ScheduledSequence(i, (5,) * num_tokens, context - num_tokens, (table,), DrawnRows((draw,), 0))
-            for i, table in enumerate(tables.reshape(num_seqs, blocks_per_seq))
-        )
-        return Batch(0, sequences)
-
     def decode(num_seqs: int, context: int, num_steps: int) -> dict[str, Any]:
         """Time decode steps of the executor, without the scheduler."""
-        batch = batch_of(num_seqs, 1, context)
+        batch = _batch(num_seqs, 1, context, block_size)
         times = [timed(lambda: executor.execute(batch)) for _ in range(_WARM_UP_STEPS + num_steps)]
         kv_bytes = num_seqs * context * plan.kv_cache.block_bytes / block_size
         return {"step_s": statistics.median(times[_WARM_UP_STEPS:]), "kv_bytes": kv_bytes}
 
     def parts(num_seqs: int, num_tokens: int, context: int, num_steps: int) -> dict[str, Any]:
         """Time whole steps, and steps whose kernels are called one at a time from Python instead of replayed."""
-        batch = batch_of(num_seqs, num_tokens, context)
+        batch = _batch(num_seqs, num_tokens, context, block_size)
         steps, kernels = list[float](), list[dict[str, float]]()
         for _ in range(_WARM_UP_STEPS + num_steps):  # interleaved, because the machine's speed changes
             steps.append(timed(lambda: executor.execute(batch)))
@@ -85,6 +77,20 @@ def load() -> Mapping[str, Handler]:
         "weights": lambda: {"weight_bytes": plan.weight_bytes},
         "fill_cache": lambda: _take_pages(executor),
     }
+
+
+def _batch(num_seqs: int, num_tokens: int, context: int, block_size: int) -> Batch:
+    """Return a batch with the last `num_tokens` of each context; the cache's contents do not matter."""
+    from quire.common.batch import Batch, Draw, DrawnRows, ScheduledSequence
+
+    blocks_per_seq = -(-context // block_size)
+    tables = np.random.default_rng(0).permutation(num_seqs * blocks_per_seq).astype(np.int32)
+    draw = Draw(0.0, 0, 1.0, b"")
+    sequences = tuple(
+        ScheduledSequence(i, (5,) * num_tokens, context - num_tokens, (table,), DrawnRows((draw,), 0))
+        for i, table in enumerate(tables.reshape(num_seqs, blocks_per_seq))
+    )
+    return Batch(0, sequences)
 
 
 def kernel_times(step: Callable[[], object]) -> dict[str, float]:
