@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire import LLM
+from quire import LLM, SamplingParams
 from quire.cli import main
 from quire.common.errors import CheckpointError
 from quire.config.checkpoint.draft_heads import own_head, resolve_head
@@ -119,6 +119,35 @@ def test_of_several_layers_behind_the_last_the_first_drafts(name: str, tmp_path:
     (folder / "config.json").write_text(json.dumps(values | {"num_nextn_predict_layers": 65}))
     with pytest.raises(CheckpointError, match="'num_nextn_predict_layers' is 65, more than 64"):
         LLM(str(folder), tokenizer="quire-tiny", **SETTINGS)
+
+
+def test_mimo_is_qwen2_and_its_layer_drafts_without_changing_an_output(tmp_path: Path) -> None:
+    fields = heads.SHAPE | {"num_hidden_layers": 3, "intermediate_size": 768, "vocab_size": heads.VOCAB}
+    folder, model = make_checkpoint(tmp_path, "Qwen2ForCausalLM", max_position_embeddings=128, **fields)
+    head, rng = mtp("mimo"), torch.Generator().manual_seed(9)
+    for name in "qkv":
+        weight = head.tensors[f"layers.0.self_attn.{name}_proj.weight"]
+        head.tensors[f"layers.0.self_attn.{name}_proj.bias"] = torch.randn(len(weight), generator=rng)
+    stored = load_file(folder / "model.safetensors") | renamed(head.tensors, MTP_NAMES["mimo"])
+    save_file(stored, folder / "model.safetensors")
+    values = json.loads((folder / "config.json").read_text()) | {"architectures": ["MiMoForCausalLM"]}
+    values |= {"model_type": "mimo", "num_nextn_predict_layers": 1, "auto_map": {"AutoConfig": "configuration.C"}}
+    (folder / "config.json").write_text(json.dumps(values))
+
+    def llm(**given: Any) -> LLM:
+        return LLM(str(folder), tokenizer="quire-tiny", speculative_config=given, **SETTINGS)
+
+    drafting = llm(method="mimo_mtp", num_speculative_tokens=3, adaptive=False)
+    prompts, oracle = [numbers(1, 9), numbers(2, 70)], Oracle(head, model)
+    for prompt in prompts:
+        check(drafting, oracle, prompt)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
+    given: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+    alone, drafted_for = (each.generate(given, params, use_tqdm=False) for each in (llm(method="off"), drafting))
+    assert [output.outputs for output in alone] == [output.outputs for output in drafted_for]
+    for prompt, output in zip(prompts, alone, strict=True):
+        expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=None)
+        assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
 
 
 def test_what_a_layer_lacks_is_said_of_the_head(tmp_path: Path) -> None:

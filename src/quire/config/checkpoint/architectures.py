@@ -49,6 +49,7 @@ MODELS = {
     "Jais2ForCausalLM": "quire.models.families.gpt.nemotron:Jais2ForCausalLM",
     "LLaMAForCausalLM": "quire.models.families.llama:LlamaForCausalLM",
     "LlamaForCausalLM": "quire.models.families.llama:LlamaForCausalLM",
+    "MiMoForCausalLM": "quire.models.families.qwen.qwen2:Qwen2ForCausalLM",
     "MiniCPM3ForCausalLM": "quire.models.families.latent.minicpm3:MiniCPM3ForCausalLM",
     "MiniCPMForCausalLM": "quire.models.families.llama_like.minicpm:MiniCPMForCausalLM",
     "MiniMaxM2ForCausalLM": "quire.models.families.mixtures.minimax_m2:MiniMaxM2ForCausalLM",
