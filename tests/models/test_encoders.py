@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from quire import UnsupportedModelError, kernels
 from quire.common.batch import PooledRows, PoolSpec, ScheduledSequence
@@ -79,6 +81,42 @@ def test_nomics_own_config_is_read(save_encoder: Any) -> None:
     (folder / "config.json").write_text(json.dumps(stated | own | {"prenorm": True}))
     with pytest.raises(UnsupportedModelError, match="'prenorm' is true: not supported"):
         load_model(ModelConfig.resolve(folder))
+
+
+@pytest.mark.parametrize("head", ["Model", "ForSequenceClassification"])
+@pytest.mark.parametrize("named", ["New", "GteNew"])
+def test_gtes_own_config_is_read(named: str, head: str, save_encoder: Any) -> None:
+    """As it was published; the second name is vLLM's. NTK scaling: a base times the factor, and all angles divided."""
+    factor, theta, head_dim = 8.0, 500.0, 8
+    rope = {"rope_type": "linear", "rope_theta": theta * factor, "factor": factor ** (2 / head_dim)}
+    folder, oracle = save_encoder("Gte", head, **ENCODERS["gte-types"][1] | {"rope_parameters": rope})
+    stated = json.loads((folder / "config.json").read_text()) | {"architectures": [f"{named}{head}"]}
+    stated |= {"model_type": "new", "rope_theta": theta, "rope_scaling": {"type": "ntk", "factor": factor}}
+    stated |= {"position_embedding_type": "rope", "layer_norm_type": "layer_norm", "pack_qkv": True}
+    stated |= {"logn_attention_scale": False, "logn_attention_clip1": False, "auto_map": {"AutoConfig": "c.NewConfig"}}
+    del stated["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(stated))
+    tensors = load_file(folder / "model.safetensors")
+    save_file({re.sub("^gte", "new", name): each for name, each in tensors.items()}, folder / "model.safetensors")
+    model: Any = load_model(ModelConfig.resolve(folder))
+    with torch.no_grad():
+        if head == "Model":
+            (found,), expected = hidden_states(model, TEXTS[1:2]), oracle(torch.tensor(TEXTS[1:2])).last_hidden_state
+        else:
+            (found,), expected = (
+                pooled(model, TEXTS[1:2], "classify", activation=False),
+                oracle(torch.tensor(TEXTS[1:2])).logits,
+            )
+    torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-4)
+    for asked, said in (
+        ({"logn_attention_scale": True}, "'logn_attention_scale' is True"),
+        ({"position_embedding_type": "absolute"}, "'position_embedding_type' is 'absolute'"),
+        ({"layer_norm_type": "rms_norm"}, "'layer_norm_type' is 'rms_norm'"),
+        ({"rope_scaling": {"type": "ntk", "factor": 8.0, "mixed_b": 0.9}}, "'mixed_b'"),
+    ):
+        (folder / "config.json").write_text(json.dumps(stated | asked))
+        with pytest.raises(UnsupportedModelError, match=said):
+            load_model(ModelConfig.resolve(folder))
 
 
 @pytest.mark.parametrize(

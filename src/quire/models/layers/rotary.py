@@ -142,6 +142,14 @@ def _linear(config: ModelConfig, rope: HFConfig, dim: int) -> tuple[Tensor, floa
     return _default(config, rope, dim)[0] / rope.number("factor"), 1.0
 
 
+def _ntk(config: ModelConfig, rope: HFConfig, dim: int) -> tuple[Tensor, float]:
+    """The base times the factor, which stretches low frequencies more, and all of them a little (GTE)."""
+    if rope.get("mixed_b") is not None:
+        raise UnsupportedModelError(f"{rope.source}: 'mixed_b' is not supported")
+    factor = rope.number("factor")
+    return 1.0 / (_base_powers(dim, rope.number("rope_theta") * factor) * math.pow(factor, 2 / dim)), 1.0
+
+
 def _dynamic(config: ModelConfig, rope: HFConfig, dim: int) -> tuple[Tensor, float]:
     """The base grows with the length, so that the lowest frequency is stretched fully and the highest not at all; or by
     a fixed `alpha` (HunYuan)."""
@@ -205,6 +213,7 @@ _SCALINGS: dict[str, Callable[[ModelConfig, HFConfig, int], tuple[Tensor, float]
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
+    "ntk": _ntk,
     "yarn": _yarn,
     "llama3": _llama3,
     "longrope": _longrope,

@@ -20,6 +20,9 @@ _OF_GATED = {"swiglu": "silu", "geglu": "gelu"}
 _OF_OTHERS = ("prenorm", "parallel_block", "use_rms_norm", "rotary_emb_interleaved", "causal")
 """Nomic's switches, which are false in all its encoders."""
 
+_OF_GTE = {"position_embedding_type": "rope", "layer_norm_type": "layer_norm", "logn_attention_scale": False}
+"""What all of GTE's own configs say, if they have the keys."""
+
 
 class RotatedEncoder(Encoder):
     """BERT with rotated heads in the place of a table of positions."""
@@ -84,6 +87,13 @@ class Gte(RotatedEncoder):
     """MLPs are gated, with a bias at their end alone."""
 
     default_base = 160_000.0
+
+    @classmethod
+    def shape(cls, config: ModelConfig) -> EncoderShape:
+        for key, usual in _OF_GTE.items():
+            if (stated := config.hf_config.get(key)) not in (None, usual):
+                raise UnsupportedModelError(f"{config.hf_config.source}: {key!r} is {stated!r:.80}: not supported")
+        return super().shape(config)
 
     @classmethod
     def mlp_shape(cls, hf: HFConfig) -> MLPShape:

@@ -1,4 +1,4 @@
-"""Qwen2, 2.5 (Yang et al. 2024) and MiMo-7B (Xiaomi 2025): biases on queries, keys and values, and sliding windows by layer."""
+"""Qwen2, 2.5 (Yang et al. 2024), MiMo-7B (Xiaomi 2025): biases on queries, keys and values, and windows by layer."""
 
 from dataclasses import replace
 
