@@ -51,6 +51,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"classifier_pooling": "mean", "classifier_activation": "relu"},
     ),
     "mpnet": ("MPNet", BERT),
+    "mpnet-padding-0": ("MPNet", BERT | {"pad_token_id": 0}),
     "nomic": ("NomicBert", ROTATED),
     "roberta": ("Roberta", BERT),
     "xlm-roberta": ("XLMRoberta", BERT | {"pad_token_id": 0}),

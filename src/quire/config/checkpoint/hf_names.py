@@ -65,7 +65,7 @@ def standard_names(hf: HFConfig) -> HFConfig:
             values[name] = stated[stated_as]
     _check_layer_types(values.get("layer_types"), hf.source)
     if _AFTER_PADDING.match(architecture):
-        values["max_position_embeddings"] = HFConfig(values, hf.source).size("max_position_embeddings") - _unused(hf)
+        values["max_position_embeddings"] = HFConfig(values, hf.source).size("max_position_embeddings") - unused_positions(hf)
     return HFConfig(values, hf.source)
 
 
@@ -82,7 +82,7 @@ def stated_values(hf: HFConfig) -> dict[str, Any]:
     """The values of a config that `standard_names` made, so that it makes the same of them again."""
     if not _AFTER_PADDING.match(_architecture(hf)):
         return dict(hf)
-    return {**hf, "max_position_embeddings": hf.size("max_position_embeddings") + _unused(hf)}
+    return {**hf, "max_position_embeddings": hf.size("max_position_embeddings") + unused_positions(hf)}
 
 
 def _architecture(hf: HFConfig) -> str:
@@ -90,9 +90,10 @@ def _architecture(hf: HFConfig) -> str:
     return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
 
 
-def _unused(hf: HFConfig) -> int:
-    """The number of rows of the table of positions that no token has."""
-    return hf.count("pad_token_id", 1) + 1
+def unused_positions(hf: HFConfig) -> int:
+    """The number of rows at the beginning of a table of positions that no token has: up to that of the padding token,
+    which for MPNet is 1 whatever its config says."""
+    return 2 if _architecture(hf).startswith("MPNet") else hf.count("pad_token_id", 1) + 1
 
 
 def _text_values(hf: HFConfig) -> dict[str, Any]:
