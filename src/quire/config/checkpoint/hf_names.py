@@ -65,7 +65,8 @@ def standard_names(hf: HFConfig) -> HFConfig:
             values[name] = stated[stated_as]
     _check_layer_types(values.get("layer_types"), hf.source)
     if _AFTER_PADDING.match(architecture):
-        values["max_position_embeddings"] = HFConfig(values, hf.source).size("max_position_embeddings") - unused_positions(hf)
+        num_rows = HFConfig(values, hf.source).size("max_position_embeddings")
+        values["max_position_embeddings"] = num_rows - unused_positions(hf)
     return HFConfig(values, hf.source)
 
 
