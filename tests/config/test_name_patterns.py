@@ -7,10 +7,10 @@ import time
 import pytest
 
 from quire.common.errors import CheckpointError, UnsupportedModelError
-from quire.config.checkpoint.name_patterns import NamePatterns
+from quire.config.checkpoint.name_patterns import MAX_STEPS, NamePatterns
 
 ATOMS = ("a", "b", "0", r"\.", ".", "[ab]", "[^a.]", "[a-c0-9]", r"\d", r"\D", r"\w", r"\s", "^", "$", r"\A", r"\Z",
-         r"\b", r"\B", "[^\\d]", r"[\W0]", "")  # fmt: skip
+         r"\b", r"\B", "[^\\d]", r"[\W0]", "", ".*", "[ab]+?", r"[^\W0]{2,}")  # fmt: skip
 REPEATS = ("", "", "", "*", "+", "?", "*?", "+?", "??", "{2}", "{1,2}", "{2,}", "{0}", "{0,3}?")
 
 
@@ -85,7 +85,7 @@ def test_patterns_that_take_backtracking_for_ever_are_matched_at_once(text: str)
 
 
 def test_all_patterns_of_a_file_share_a_limit() -> None:
-    patterns = NamePatterns(max_steps=320)
+    patterns = NamePatterns(max_steps=22)
     first, second = (patterns.compile(source, ".*a") for source in "pq")
     for name in ("b" * 30, "b" * 40):
         assert not first.starts(name)
@@ -99,9 +99,26 @@ def test_the_limit_counts_what_takes_long(text: str) -> None:
     """Tests of characters, and names themselves, beside the parts of patterns."""
     patterns = NamePatterns(max_steps=50_000)
     made = [patterns.compile("x", text) for _ in range(10)]
-    names = (f"model.layers.{number}.block_sparse_moe.experts.{number}.gate_proj" for number in range(500))
+    names = (f"model.layers.{number}.block_sparse_moe.experts.{number}.gate_proj" for number in range(1000))
     with pytest.raises(UnsupportedModelError, match="take too long"):
         [pattern.starts(name) for name in names for pattern in made]
+
+
+def test_usual_patterns_may_be_matched_with_as_many_modules_as_the_largest_models_have() -> None:
+    num_names = 2000
+    patterns = NamePatterns(MAX_STEPS * num_names // 60_000)
+    texts = (
+        r".*lm_head",
+        ".*self_attn.*",
+        r".*mlp.gate$",
+        ".*shared_experts.*",
+        r".*\.(q|k|v|o)_proj$",
+        r"\d+.mlp.gate",
+    )
+    made = [patterns.compile("x", text) for text in texts]
+    for number in range(num_names):
+        name = f"model.layers.{number % 90}.mlp.experts.{number}.gate_proj"
+        assert not any(pattern.starts(name) for pattern in made)
 
 
 def test_patterns_of_a_file_have_a_limited_length_together() -> None:

@@ -22,7 +22,7 @@ _MAX_PATTERN = 2000
 _MAX_CHARS = 2**16
 """Of all patterns with choices of a file, which take time and memory to compile: about 2 s."""
 _MAX_GROUPS = 100
-_parse: Any = importlib.import_module("re._parser").parse
+_parser: Any = importlib.import_module("re._parser")
 _PLAIN = re.compile(r"(?:[\w.\-/]|\\[.\-/])*", re.ASCII)
 """Patterns without choices, for which `re` takes time in proportion to their length."""
 _CATEGORIES: dict[str, Callable[[str], bool]] = {
@@ -38,6 +38,7 @@ class NamePatterns:
     def __init__(self, max_steps: int = MAX_STEPS) -> None:
         self._steps = max_steps
         self._num_patterns = self._num_chars = 0
+        self._name, self._source = _Name("", self), ""
 
     def compile(self, source: str, text: str) -> "NamePattern":
         """Raises CheckpointError, which begins with `source`, for a malformed pattern, and UnsupportedModelError for a
@@ -65,11 +66,19 @@ class NamePatterns:
         except (re.error, OverflowError) as error:
             raise CheckpointError(f"{shown}: {error}") from error
 
-    def spend(self, source: str, num_steps: int) -> None:
+    def places(self, source: str, text: str) -> "_Name":
+        """The places of a name, which all patterns share that are matched with it one after the other. `source`: of the
+        pattern that is matched now."""
+        self._source = source
+        if text != self._name.text:
+            self._name = _Name(text, self)
+        return self._name
+
+    def spend(self, num_steps: int) -> None:
         """Count work. Raises UnsupportedModelError when the limit is reached."""
         self._steps -= num_steps
         if self._steps < 0:
-            raise UnsupportedModelError(f"{source} has patterns that take too long to match; make them simpler")
+            raise UnsupportedModelError(f"{self._source} has patterns that take too long to match; make them simpler")
 
 
 class NamePattern(Protocol):
@@ -95,22 +104,22 @@ class _PlainPattern:
 
 class _SetPattern:
     def __init__(self, part: "_Part", source: str, patterns: NamePatterns) -> None:
-        self._part, self._spend = part, functools.partial(patterns.spend, source)
+        self._part, self._places = part, functools.partial(patterns.places, source)
 
     def starts(self, name: str) -> bool:
-        return self._part(_Name(name, self._spend), 1) != 0
+        return self._part(self._places(name), 1) != 0
 
     def ends(self, name: str) -> bool:
-        places = _Name(name, self._spend)
+        places = self._places(name)
         return bool(self._part(places, 1 | places.of_char.get(".", 0) << 1) & places.end)
 
 
 class _Name:
     """A name, and its places as bits: `1 << i` is the place before character i."""
 
-    def __init__(self, text: str, spend: Callable[[int], None]) -> None:
-        spend(len(text) // 8)
-        self.spend = spend
+    def __init__(self, text: str, patterns: NamePatterns) -> None:
+        self.text, self.spend = text, patterns.spend
+        self.spend(len(text) // 8)
         self.end = 1 << len(text)
         self._accepted: dict[Callable[[str], bool], int] = {}
         self.of_char: dict[str, int] = {}
@@ -136,7 +145,7 @@ class _UnsupportedPartError(Exception):
 def _parsed(text: str) -> _Part:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of syntax that will change
-        parsed = _parse(text)
+        parsed = _parser.parse(text)
     if parsed.state.flags & ~re.UNICODE:
         raise _UnsupportedPartError
     return _sequence(parsed)
@@ -161,20 +170,28 @@ def _part(kind: str, value: Any) -> _Part:
         case "LITERAL":
             return lambda name, places: (places & name.of_char.get(chr(value), 0)) << 1
         case "NOT_LITERAL" | "ANY" | "IN":
-            items = tuple(value) if kind == "IN" else ((kind, value),)
-            accepts = _accepts(items)
-            return lambda name, places: (places & name.where(accepts, len(items))) << 1
+            where = _where(kind, value)
+            return lambda name, places: (places & where(name)) << 1
         case "BRANCH":
             return _any_of([_sequence(branch) for branch in value[1]])
         case "SUBPATTERN" if not (value[1] or value[2]):
             return _sequence(value[3])
         case "MAX_REPEAT" | "MIN_REPEAT":
-            return _repeat(int(value[0]), int(value[1]), _sequence(value[2]))
+            fewest, most, body = int(value[0]), int(value[1]), list(value[2])
+            is_run = most == _parser.MAXREPEAT and len(body) == 1 and str(body[0][0]) in ("NOT_LITERAL", "ANY", "IN")
+            return _repeat(fewest, most, _sequence(body), _where(str(body[0][0]), body[0][1]) if is_run else None)
         case "AT":
             return _at(str(value))
         case "ASSERT" | "ASSERT_NOT" if value[0] > 0:
             return _look_ahead(_sequence(value[1]), kind == "ASSERT")
     raise _UnsupportedPartError
+
+
+def _where(kind: str, value: Any) -> Callable[[_Name], int]:
+    """The places before characters of a class."""
+    items = tuple(value) if kind == "IN" else ((kind, value),)
+    accepts = _accepts(items)
+    return lambda name: name.where(accepts, len(items))
 
 
 @functools.lru_cache(256)
@@ -209,12 +226,17 @@ def _any_of(branches: Sequence[_Part]) -> _Part:
     return match
 
 
-def _repeat(fewest: int, most: int, body: _Part) -> _Part:
+def _repeat(fewest: int, most: int, body: _Part, run: Callable[[_Name], int] | None) -> _Part:
+    """`run`: where the body matches, if it is a single character, and any number of them may follow."""
+
     def match(name: _Name, places: int) -> int:
         for _ in range(fewest):
             before, places = places, body(name, places)
             if places in (0, before):
                 break
+        if run is not None:  # a sum carries each place to the end of the characters that follow it
+            chars = run(name)
+            return ((places & chars) + chars ^ chars) | places
         found = new = places
         for _ in range(fewest, most):
             new = body(name, new) & ~found  # fewer repetitions reach what is found already
