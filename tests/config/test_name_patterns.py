@@ -94,11 +94,11 @@ def test_all_patterns_of_a_file_share_a_limit() -> None:
         second.starts("b" * 30)
 
 
-@pytest.mark.parametrize("text", ["[^" + "bcdefghij" * 200 + "]*", "a|"])
+@pytest.mark.parametrize("text", ["[^{}]", "a|"])
 def test_the_limit_counts_what_takes_long(text: str) -> None:
     """Tests of characters, and names themselves, beside the parts of patterns."""
     patterns = NamePatterns(max_steps=50_000)
-    made = [patterns.compile("x", text) for _ in range(10)]
+    made = [patterns.compile("x", text.format(number)) for number in range(10)]
     names = (f"model.layers.{number}.block_sparse_moe.experts.{number}.gate_proj" for number in range(1000))
     with pytest.raises(UnsupportedModelError, match="take too long"):
         [pattern.starts(name) for name in names for pattern in made]

@@ -23,13 +23,12 @@ _MAX_CHARS = 2**16
 """Of all patterns with choices of a file, which take time and memory to compile: about 2 s."""
 _MAX_GROUPS = 100
 _parser: Any = importlib.import_module("re._parser")
+_compile: Any = importlib.import_module("re._compiler").compile
 _PLAIN = re.compile(r"(?:[\w.\-/]|\\[.\-/])*", re.ASCII)
 """Patterns without choices, for which `re` takes time in proportion to their length."""
-_CATEGORIES: dict[str, Callable[[str], bool]] = {
-    "CATEGORY_DIGIT": str.isdecimal,
-    "CATEGORY_SPACE": str.isspace,
-    "CATEGORY_WORD": lambda char: char.isalnum() or char == "_",
-}
+_CLASSES = ("NOT_LITERAL", "ANY", "IN")
+"""What `re` calls parts that match one character of several."""
+_WORD = re.compile(r"\w").fullmatch
 
 
 class NamePatterns:
@@ -121,15 +120,15 @@ class _Name:
         self.text, self.spend = text, patterns.spend
         self.spend(len(text) // 8)
         self.end = 1 << len(text)
-        self._accepted: dict[Callable[[str], bool], int] = {}
+        self._accepted: dict[Callable[[str], object], int] = {}
         self.of_char: dict[str, int] = {}
         for place, char in enumerate(text):
             self.of_char[char] = self.of_char.get(char, 0) | 1 << place
 
-    def where(self, accepts: Callable[[str], bool], num_tests: int = 1) -> int:
-        """The places before the characters that are accepted, which takes this many tests of a character."""
+    def where(self, accepts: Callable[[str], object]) -> int:
+        """The places before the characters that are accepted."""
         if accepts not in self._accepted:
-            self.spend(num_tests * len(self.of_char) // 2)
+            self.spend(len(self.of_char) // 2)
             self._accepted[accepts] = sum(places for char, places in self.of_char.items() if accepts(char))
         return self._accepted[accepts]
 
@@ -152,7 +151,7 @@ def _parsed(text: str) -> _Part:
 
 
 def _sequence(parsed: Any) -> _Part:
-    parts = [_part(str(kind), value) for kind, value in parsed]
+    parts = [_part(*each) for each in parsed]
 
     def match(name: _Name, places: int) -> int:
         name.spend(1 + len(parts))
@@ -165,55 +164,37 @@ def _sequence(parsed: Any) -> _Part:
     return match
 
 
-def _part(kind: str, value: Any) -> _Part:
-    match kind:
+def _part(kind: Any, value: Any) -> _Part:
+    match str(kind):
         case "LITERAL":
             return lambda name, places: (places & name.of_char.get(chr(value), 0)) << 1
         case "NOT_LITERAL" | "ANY" | "IN":
-            where = _where(kind, value)
-            return lambda name, places: (places & where(name)) << 1
+            accepts = _class(kind, value)
+            return lambda name, places: (places & name.where(accepts)) << 1
         case "BRANCH":
             return _any_of([_sequence(branch) for branch in value[1]])
         case "SUBPATTERN" if not (value[1] or value[2]):
             return _sequence(value[3])
         case "MAX_REPEAT" | "MIN_REPEAT":
-            fewest, most, body = int(value[0]), int(value[1]), list(value[2])
-            is_run = most == _parser.MAXREPEAT and len(body) == 1 and str(body[0][0]) in ("NOT_LITERAL", "ANY", "IN")
-            return _repeat(fewest, most, _sequence(body), _where(str(body[0][0]), body[0][1]) if is_run else None)
+            fewest, most, body = value
+            is_run = most == _parser.MAXREPEAT and len(body) == 1 and str(body[0][0]) in _CLASSES
+            return _repeat(int(fewest), int(most), _sequence(body), _class(*body[0]) if is_run else None)
         case "AT":
             return _at(str(value))
         case "ASSERT" | "ASSERT_NOT" if value[0] > 0:
-            return _look_ahead(_sequence(value[1]), kind == "ASSERT")
+            return _look_ahead(_sequence(value[1]), str(kind) == "ASSERT")
     raise _UnsupportedPartError
 
 
-def _where(kind: str, value: Any) -> Callable[[_Name], int]:
-    """The places before characters of a class."""
-    items = tuple(value) if kind == "IN" else ((kind, value),)
-    accepts = _accepts(items)
-    return lambda name: name.where(accepts, len(items))
+def _class(kind: Any, value: Any) -> Callable[[str], object]:
+    """What tells whether a character is one of a class: `re` itself."""
+    return _compiled(kind, tuple(value) if isinstance(value, list) else value)
 
 
 @functools.lru_cache(256)
-def _accepts(items: tuple[Any, ...]) -> Callable[[str], bool]:
-    """Whether a character is one of a class."""
-    is_negated = any(str(kind) == "NEGATE" for kind, _ in items)
-    tests = [_test(str(kind), value) for kind, value in items if str(kind) != "NEGATE"]
-    return lambda char: any(test(char) for test in tests) != is_negated
-
-
-def _test(kind: str, value: Any) -> Callable[[str], bool]:
-    match kind:
-        case "ANY":
-            return lambda char: char != "\n"
-        case "LITERAL":
-            return lambda char: bool(ord(char) == value)
-        case "NOT_LITERAL":
-            return lambda char: bool(ord(char) != value)
-        case "RANGE":
-            return lambda char: bool(value[0] <= ord(char) <= value[1])
-    is_opposite, accepts = "_NOT_" in str(value), _CATEGORIES[str(value).replace("_NOT_", "_")]
-    return lambda char: accepts(char) != is_opposite
+def _compiled(kind: Any, value: Any) -> Callable[[str], object]:
+    pattern: re.Pattern[str] = _compile(_parser.SubPattern(_parser.State(), [(kind, value)]), re.UNICODE)
+    return pattern.fullmatch
 
 
 def _any_of(branches: Sequence[_Part]) -> _Part:
@@ -226,16 +207,16 @@ def _any_of(branches: Sequence[_Part]) -> _Part:
     return match
 
 
-def _repeat(fewest: int, most: int, body: _Part, run: Callable[[_Name], int] | None) -> _Part:
-    """`run`: where the body matches, if it is a single character, and any number of them may follow."""
+def _repeat(fewest: int, most: int, body: _Part, accepts: Callable[[str], object] | None) -> _Part:
+    """`accepts`: which characters the body matches, if it matches one, and any number of them may follow."""
 
     def match(name: _Name, places: int) -> int:
         for _ in range(fewest):
             before, places = places, body(name, places)
             if places in (0, before):
                 break
-        if run is not None:  # a sum carries each place to the end of the characters that follow it
-            chars = run(name)
+        if accepts is not None:  # a sum carries each place to the end of the characters that follow it
+            chars = name.where(accepts)
             return ((places & chars) + chars ^ chars) | places
         found = new = places
         for _ in range(fewest, most):
@@ -254,7 +235,7 @@ def _at(kind: str) -> _Part:
             return 1
         if kind in ("AT_END", "AT_END_STRING"):
             return name.end | (name.of_char.get("\n", 0) & name.end >> 1 if kind == "AT_END" else 0)
-        words = name.where(_CATEGORIES["CATEGORY_WORD"])
+        words = name.where(_WORD)
         boundaries = words ^ words << 1
         return boundaries if kind == "AT_BOUNDARY" else ~boundaries
 
