@@ -5,9 +5,9 @@ from collections.abc import Callable
 from quire.common.errors import ConfigError, UnsupportedModelError, check_choice, nearest_name
 from quire.config.checkpoint.gguf.hf_values import QUANT_METHOD as GGUF_METHOD
 from quire.config.hf_config import HFConfig
-from quire.config.quantization.compressed import read_compressed
-from quire.config.quantization.float8 import read_float8
-from quire.config.quantization.integers import read_integers
+from quire.config.quantization.compressed import CompressedQuantization
+from quire.config.quantization.float8 import float8_block
+from quire.config.quantization.integers import IntegerQuantization
 
 QUANTIZATIONS = ("int8", "int4")
 """What weights can be quantized to while they are loaded."""
@@ -85,13 +85,22 @@ def _saved_by_quire(section: HFConfig) -> str:
     return format
 
 
+def _checked_by(check: Callable[[HFConfig], object]) -> Callable[[HFConfig], str]:
+    """Names the quantization as the method, after a check of the section, before any weights are downloaded."""
+
+    def read(section: HFConfig) -> str:
+        check(section)
+        return section.text("quant_method")
+
+    return read
+
+
 METHODS: dict[str, Callable[[HFConfig], str | None]] = {
     QUANT_METHOD: _saved_by_quire,
     GGUF_METHOD: lambda _: None,
-    "gptq": read_integers,
-    "awq": read_integers,
-    "compressed-tensors": read_compressed,
-    "fp8": read_float8,
+    **dict.fromkeys(("gptq", "awq"), _checked_by(IntegerQuantization.read)),
+    "compressed-tensors": _checked_by(CompressedQuantization.read),
+    "fp8": _checked_by(float8_block),
     "mxfp4": lambda section: section.text("quant_method"),
 }
 """quant_method -> reads the rest of `quantization_config` and names the quantization, None where each tensor has its

@@ -72,12 +72,6 @@ class CompressedQuantization:
         return min(found, key=lambda each: each[0])[1] if found else None
 
 
-def read_compressed(section: HFConfig) -> str:
-    """Check the section before any weights are downloaded, and return the method."""
-    CompressedQuantization.read(section)
-    return section.text("quant_method")
-
-
 def _refuse_others(section: HFConfig) -> None:
     for key in _MUST_BE_ABSENT:
         if section.get(key):

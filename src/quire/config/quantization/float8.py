@@ -15,9 +15,3 @@ def float8_block(section: HFConfig) -> tuple[int, int]:
             f"{str(section.get('kv_cache_scheme'))[:80]}"
         )
     return (0, 0) if section.get("weight_block_size") is None else read_block(section, "weight_block_size")
-
-
-def read_float8(section: HFConfig) -> str:
-    """Check the section before any weights are downloaded, and return the method."""
-    float8_block(section)
-    return section.text("quant_method")

@@ -60,12 +60,6 @@ class IntegerQuantization:
         return next((scheme for pattern, scheme in self.dynamic if pattern.starts(module)), self.scheme)
 
 
-def read_integers(section: HFConfig) -> str:
-    """Check the section before any weights are downloaded, and return the method."""
-    IntegerQuantization.read(section)
-    return section.text("quant_method")
-
-
 def _scheme(section: HFConfig, values: Mapping[str, Any], base: IntegerScheme) -> IntegerScheme:
     """The base with the values that are given."""
     bits = values.get("bits", values.get("w_bit", base.bits or None))

@@ -1,7 +1,8 @@
 """Encoders with rotated heads: Nomic Embed, GTE of 2024, and Jina Embeddings v3 without its adapters."""
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from quire.common.errors import UnsupportedModelError
 from quire.config.hf_config import HFConfig
@@ -20,7 +21,7 @@ _OF_GATED = {"swiglu": "silu", "geglu": "gelu"}
 _OF_OTHERS = ("prenorm", "parallel_block", "use_rms_norm", "rotary_emb_interleaved", "causal")
 """Nomic's switches, which are false in all its encoders."""
 
-_OF_GTE = {"position_embedding_type": "rope", "layer_norm_type": "layer_norm", "logn_attention_scale": False}
+_OF_GTE = {"position_embedding_type": "rope", "logn_attention_scale": False}
 """What all of GTE's own configs say, if they have the keys."""
 
 
@@ -29,6 +30,8 @@ class RotatedEncoder(Encoder):
 
     default_base: ClassVar[float]
     """Of the rotation, in a config without it."""
+    usual: ClassVar[Mapping[str, Any]] = {}
+    """What all configs of the family's own form say, if they have the key."""
     renames: ClassVar[tuple[tuple[str, str], ...]] = (
         (r"^(nomic_bert|new|gte|roberta|jina_embeddings_v3)\.", ""),
         (r"^emb_ln\.", "embed_norm."),
@@ -39,6 +42,13 @@ class RotatedEncoder(Encoder):
         (r"\.(norm2|mlp_ln|post_mlp_layernorm)\.", ".post_attention_layernorm."),
         *BERT_NAMES,
     )
+
+    @classmethod
+    def shape(cls, config: ModelConfig) -> EncoderShape:
+        for key, usual in cls.usual.items():
+            if (stated := config.hf_config.get(key)) not in (None, usual):
+                raise UnsupportedModelError(f"{config.hf_config.source}: {key!r} is {stated!r:.80}: not supported")
+        return super().shape(config)
 
     @classmethod
     def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
@@ -58,19 +68,13 @@ class NomicBert(RotatedEncoder):
     """Nothing has a bias but norms, and MLPs are gated."""
 
     default_base = 1000.0
+    usual = dict.fromkeys(("prenorm", "parallel_block", "use_rms_norm", "rotary_emb_interleaved", "causal"), False)
     renames = (
         (r"\.fc11\.", ".up_proj."),
         (r"\.fc12\.", ".gate_proj."),
         (r"\.fc2\.", ".down_proj."),
         *RotatedEncoder.renames,
     )
-
-    @classmethod
-    def shape(cls, config: ModelConfig) -> EncoderShape:
-        for key in _OF_OTHERS:
-            if config.hf_config.flag(key, False):
-                raise UnsupportedModelError(f"{config.hf_config.source}: {key!r} is true: not supported")
-        return super().shape(config)
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
@@ -87,13 +91,11 @@ class Gte(RotatedEncoder):
     """MLPs are gated, with a bias at their end alone."""
 
     default_base = 160_000.0
-
-    @classmethod
-    def shape(cls, config: ModelConfig) -> EncoderShape:
-        for key, usual in _OF_GTE.items():
-            if (stated := config.hf_config.get(key)) not in (None, usual):
-                raise UnsupportedModelError(f"{config.hf_config.source}: {key!r} is {stated!r:.80}: not supported")
-        return super().shape(config)
+    usual: ClassVar = {
+        "position_embedding_type": "rope",
+        "layer_norm_type": "layer_norm",
+        "logn_attention_scale": False,
+    }
 
     @classmethod
     def mlp_shape(cls, hf: HFConfig) -> MLPShape:
