@@ -64,9 +64,11 @@ def standard_names(hf: HFConfig) -> HFConfig:
         if stated_as is not None:
             values[name] = stated[stated_as]
     _check_layer_types(values.get("layer_types"), hf.source)
+    if architecture.startswith("MPNet"):
+        values["pad_token_id"] = 1  # transformers counts positions from it, whatever the config says
     if _AFTER_PADDING.match(architecture):
-        num_rows = HFConfig(values, hf.source).size("max_position_embeddings")
-        values["max_position_embeddings"] = num_rows - unused_positions(hf)
+        known = HFConfig(values, hf.source)
+        values["max_position_embeddings"] = known.size("max_position_embeddings") - _unused(known)
     return HFConfig(values, hf.source)
 
 
@@ -83,7 +85,7 @@ def stated_values(hf: HFConfig) -> dict[str, Any]:
     """The values of a config that `standard_names` made, so that it makes the same of them again."""
     if not _AFTER_PADDING.match(_architecture(hf)):
         return dict(hf)
-    return {**hf, "max_position_embeddings": hf.size("max_position_embeddings") + unused_positions(hf)}
+    return {**hf, "max_position_embeddings": hf.size("max_position_embeddings") + _unused(hf)}
 
 
 def _architecture(hf: HFConfig) -> str:
@@ -91,10 +93,9 @@ def _architecture(hf: HFConfig) -> str:
     return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
 
 
-def unused_positions(hf: HFConfig) -> int:
-    """The number of rows at the beginning of a table of positions that no token has: up to that of the padding token,
-    which for MPNet is 1 whatever its config says."""
-    return 2 if _architecture(hf).startswith("MPNet") else hf.count("pad_token_id", 1) + 1
+def _unused(hf: HFConfig) -> int:
+    """The number of rows of the table of positions that no token has."""
+    return hf.count("pad_token_id", 1) + 1
 
 
 def _text_values(hf: HFConfig) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """RoBERTa (Liu et al. 2019), XLM-RoBERTa and CamemBERT, among them BGE-M3 and multilingual E5."""
 
-from quire.config.checkpoint.hf_names import unused_positions
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.shapes import PositionsShape
 from quire.models.encoder.model import Encoder
@@ -8,8 +7,8 @@ from quire.models.families.encoders.bert import BERT_NAMES
 
 
 def positions_after_padding(hf: HFConfig) -> PositionsShape:
-    """Position 0 has the first row that a token may have."""
-    first = unused_positions(hf)
+    """Position 0 has the row after that of the padding token."""
+    first = hf.count("pad_token_id", 1) + 1
     return PositionsShape(hf.size("max_position_embeddings") + first, first)
 
 
