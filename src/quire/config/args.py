@@ -299,7 +299,9 @@ class EngineArgs(metaclass=_NamesChecked):
             convert=self.convert,
             pooler_config=self.pooler_config or {},
         )
-        generation = model.generation_config if self._uses_generation_config() else overridden
+        words = ("auto", "none", "vllm")  # the last is vLLM's word for `none`
+        is_chosen = check_choice("generation_config", self.generation_config, words) != "auto"
+        generation = overridden if is_chosen else model.generation_config
         return dataclasses.replace(model, max_model_len=self._wanted_model_len(model), generation_config=generation)
 
     def _cache(self) -> CacheConfig:
@@ -346,10 +348,6 @@ class EngineArgs(metaclass=_NamesChecked):
                 raise ConfigError(f"lora_modules: two adapters have the name {request.lora_name!r}")
             requests[request.lora_name] = request
         return tuple(requests.values())
-
-    def _uses_generation_config(self) -> bool:
-        """Whether sampling defaults come from the checkpoint; `vllm` is vLLM's word for `none`."""
-        return check_choice("generation_config", self.generation_config, ("auto", "none", "vllm")) == "auto"
 
     def _swap_bytes(self) -> int:
         if not 0 <= self.swap_space < 2**33:  # 2**63 bytes

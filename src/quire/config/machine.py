@@ -53,10 +53,10 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
         return _physical_memory()
     limit, available = info["MemTotal"], info.get("MemAvailable", info["MemFree"])
     for folder, names in _control_groups(root, "memory"):
-        group_limit = _read_int(folder / names[0])
+        group_limit = _number(folder / names[0])
         if group_limit is None:
             continue
-        used = (_read_int(folder / names[1]) or 0) - _inactive_file_bytes(folder)
+        used = (_number(folder / names[1]) or 0) - _inactive_file_bytes(folder)
         limit = min(limit, group_limit)
         available = min(available, max(0, group_limit - used))
     return MachineMemory(limit, available)
@@ -96,12 +96,6 @@ def text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="surrogateescape").strip()
     except OSError:
         return ""
-
-
-def _read_int(path: Path) -> int | None:
-    """Return the number in a control file; None if the file is missing or says `max`."""
-    text = text_of(path)
-    return int(text) if text.isdigit() else None
 
 
 def _inactive_file_bytes(folder: Path) -> int:
@@ -186,7 +180,7 @@ def neighbours_first(cpus: Iterable[int]) -> list[int]:
 
 def _core(cpu: int) -> list[int]:
     """The numbers of a CPU's package, die and core: only together they identify the core."""
-    return [_number(_CPUS / f"cpu{cpu}/topology" / name) for name in ("physical_package_id", "die_id", "core_id")]
+    return [_number(_CPUS / f"cpu{cpu}/topology" / name) or 0 for name in ("physical_package_id", "die_id", "core_id")]
 
 
 def _node(cpu: int) -> int:
@@ -195,10 +189,10 @@ def _node(cpu: int) -> int:
     return next((int(match[1]) for match in found if match), 0)
 
 
-def _number(path: Path) -> int:
-    """The number that a file begins with; 0 if there is none."""
+def _number(path: Path) -> int | None:
+    """The number that a file of the system begins with; None if there is none, as in a limit of `max`."""
     found = re.match(r"-?[0-9]+", text_of(path))
-    return int(found[0]) if found else 0
+    return int(found[0]) if found else None
 
 
 def allowed_cpus() -> list[int]:
@@ -211,8 +205,8 @@ def largest_cache_bytes(cpus: Path = _CPUS) -> int:
     cache that CPUs share counts once."""
     largest: dict[str, int] = {}
     for cpu in allowed_cpus():
-        folders = (cpus / f"cpu{cpu}/cache").glob("index*")
-        caches = [(_number(folder / "size"), text_of(folder / "shared_cpu_list") or str(cpu)) for folder in folders]
+        found = (cpus / f"cpu{cpu}/cache").glob("index*")
+        caches = [(_number(each / "size") or 0, text_of(each / "shared_cpu_list") or str(cpu)) for each in found]
         kib, sharing = max(caches, default=(0, ""))
         largest[sharing] = kib
     return sum(largest.values()) * 1024

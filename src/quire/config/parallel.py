@@ -203,17 +203,14 @@ class ParallelConfig:
             check_threads(self.num_threads)
         if self.num_threads is not None and self.cpus:
             raise ConfigError("num_threads and cpu_list both set the number of threads: give one")
-        if not 1 <= self.data_parallel_size <= MAX_ENGINES:
-            raise ConfigError(f"data_parallel_size={self.data_parallel_size}: must be 1 to {MAX_ENGINES}")
-        if not 1 <= self.tensor_parallel_size <= MAX_RANKS:
-            raise ConfigError(f"tensor_parallel_size={self.tensor_parallel_size}: must be 1 to {MAX_RANKS}")
+        for kind, most in (("data", MAX_ENGINES), ("tensor", MAX_RANKS), ("pipeline", MAX_RANKS)):
+            if not 1 <= (size := getattr(self, f"{kind}_parallel_size")) <= most:
+                raise ConfigError(f"{kind}_parallel_size={size}: must be 1 to {most}")
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ConfigError(
                 "enable_expert_parallel=True: experts are divided among the processes of tensor_parallel_size, "
                 "which is 1; set it to 2 or more, or leave enable_expert_parallel out"
             )
-        if not 1 <= self.pipeline_parallel_size <= MAX_RANKS:
-            raise ConfigError(f"pipeline_parallel_size={self.pipeline_parallel_size}: must be 1 to {MAX_RANKS}")
         if self.nodes is not None and self.data_parallel_size > 1:
             raise ConfigError(
                 f"data_parallel_size={self.data_parallel_size}: only one engine can have nnodes={self.nodes.nnodes}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.common.errors import CheckpointError, ConfigError, nearest_name
 from quire.common.progress import hub_bar
-from quire.config.checkpoint.formats import FORMATS
+from quire.config.checkpoint.formats import FORMATS, find_format
 from quire.config.checkpoint.gguf.files import is_gguf, models_in, only_model
 from quire.config.checkpoint.runners import MODULES_FILE
 
@@ -71,7 +71,7 @@ class Location:
     def complete(self, path: Path) -> Path:
         """The folder or file with everything beside config.json, downloaded if it is a hub id's."""
         if path.is_dir() and is_downloadable(self.name):
-            path = self._download_with_tokenizer(_weight_patterns())
+            path = self._download_with_tokenizer([p for format in FORMATS.values() for p in format.patterns])
             if (path / MODULES_FILE).exists():
                 self._download(self.name, _MODULE_FILES, ())
         return path
@@ -86,9 +86,7 @@ class Location:
     def _in_folder(self, folder: Path) -> Path:
         if self.gguf_file is not None:
             return only_model(folder, self.gguf_file)
-        holds_others = (folder / CONFIG_FILE).exists() and any(
-            any(folder.glob(pattern)) for format in FORMATS.values() for pattern in format.patterns
-        )
+        holds_others = (folder / CONFIG_FILE).exists() and find_format(folder) is not None
         return folder if holds_others or not models_in(folder) else only_model(folder)
 
     def _file(self, path: Path) -> Path:
@@ -106,7 +104,7 @@ class Location:
             raise CheckpointError(f"{hub_id} has no GGUF file named {wanted!r}{_hint(hub_id, self.revision)}")
         return only_model(folder, wanted, recursive=True)
 
-    def _download_with_tokenizer(self, patterns: tuple[str, ...]) -> Path:
+    def _download_with_tokenizer(self, patterns: Iterable[str]) -> Path:
         folder = self._download(self.name, (*_CONFIG_FILES, *patterns), (*_NOT_OURS, *_VOCABULARIES))
         return folder if (folder / "tokenizer.json").exists() else self._download(self.name, TOKENIZER_FILES)
 
@@ -160,10 +158,6 @@ def adapter_folder(name: str) -> Path:
         return Path(name).expanduser().absolute()
     except RuntimeError as error:  # of an unknown user
         raise CheckpointError(f"{name[:80]!r} cannot be looked up as a file or folder: {error}") from error
-
-
-def _weight_patterns() -> tuple[str, ...]:
-    return tuple(pattern for format in FORMATS.values() for pattern in format.patterns)
 
 
 def _gguf_patterns(wanted: str) -> list[str]:

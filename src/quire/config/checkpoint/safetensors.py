@@ -141,7 +141,6 @@ def _indexed_files(folder: Path, index: Path) -> Mapping[Path, list[str] | None]
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no 'weight_map' of tensor names to files")
-    files: dict[Path, list[str] | None] = {}
     by_file: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or file != Path(file).name or not file.endswith(".safetensors"):
@@ -150,10 +149,8 @@ def _indexed_files(folder: Path, index: Path) -> Mapping[Path, list[str] | None]
             )
         by_file.setdefault(file, []).append(name)
     present = {path.name for path in folder.glob("*.safetensors") if path.is_file()}
-    for file, names in by_file.items():
-        if file not in present:
-            raise CheckpointError(
-                f"{folder} lacks the weight file {named([file])}, which {INDEX_FILE} names (download it again)"
-            )
-        files[folder / file] = names
-    return files
+    if absent := next((file for file in by_file if file not in present), None):
+        raise CheckpointError(
+            f"{folder} lacks the weight file {named([absent])}, which {INDEX_FILE} names (download it again)"
+        )
+    return {folder / file: names for file, names in by_file.items()}

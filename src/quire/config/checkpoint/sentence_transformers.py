@@ -26,24 +26,17 @@ _TRANSFORMER_FILES = tuple(
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 _PROMPTS_FILE = "config_sentence_transformers.json"
-_MODES = {
-    "cls_token": "first",
-    "max_tokens": "max",
-    "mean_tokens": "mean",
-    "mean_sqrt_len_tokens": "sum_by_root",
-    "weightedmean_tokens": "weighted_mean",
-    "lasttoken": "last",
-}
-"""The name in `pooling_mode_...` -> ours, in the order in which vectors are joined."""
-_NAMED_MODES = {
-    "cls": "first",
-    "max": "max",
-    "mean": "mean",
-    "mean_sqrt_len_tokens": "sum_by_root",
-    "weightedmean": "weighted_mean",
-    "lasttoken": "last",
-}
-"""The name in `pooling_mode` -> ours. Vectors are joined in the order that it states."""
+_WAYS = (
+    ("cls_token", "cls", "first"),
+    ("max_tokens", "max", "max"),
+    ("mean_tokens", "mean", "mean"),
+    ("mean_sqrt_len_tokens", "mean_sqrt_len_tokens", "sum_by_root"),
+    ("weightedmean_tokens", "weightedmean", "weighted_mean"),
+    ("lasttoken", "lasttoken", "last"),
+)
+"""Of each way of pooling the name in `pooling_mode_...`, in the order in which vectors are joined; that in
+`pooling_mode`, which states an order; and ours."""
+_NAMED_MODES = {named: ours for _, named, ours in _WAYS}
 _ACTIVATIONS = {
     "Identity": None, "Tanh": "tanh", "Sigmoid": "sigmoid", "GELU": "gelu", "ReLU": "relu", "SiLU": "silu"
 }  # fmt: skip
@@ -195,7 +188,7 @@ class _Modules:
             raise UnsupportedModelError(f"{values.source}: 'include_prompt' is false: not supported")
         stated = values.get("pooling_mode")
         if stated is None:
-            modes = tuple(mode for name, mode in _MODES.items() if values.flag(f"pooling_mode_{name}", False))
+            modes = tuple(ours for name, _, ours in _WAYS if values.flag(f"pooling_mode_{name}", False))
         else:
             names = stated if isinstance(stated, list) else [stated]
             if unknown := [name for name in names if not isinstance(name, str) or name not in _NAMED_MODES]:

@@ -59,13 +59,10 @@ def parts_of(path: Path) -> list[Path]:
     if not 1 <= number <= count:
         raise CheckpointError(f"{path} is called part {number} of {count}")
     present = {file.name for file in path.parent.glob("*.gguf")}
-    names = (f"{match['stem']}-{i:05}-of-{count:05}.gguf" for i in range(1, count + 1))
-    parts = []
-    for name in names:
-        if name not in present:
-            raise CheckpointError(f"{path.parent} lacks {name}, a part of this model (download it again)")
-        parts.append(path.parent / name)
-    return parts
+    names = [f"{match['stem']}-{i:05}-of-{count:05}.gguf" for i in range(1, count + 1)]
+    if absent := next((name for name in names if name not in present), None):
+        raise CheckpointError(f"{path.parent} lacks {absent}, a part of this model (download it again)")
+    return [path.parent / name for name in names]
 
 
 def models_in(folder: Path, *, recursive: bool = False) -> list[Path]:
