@@ -28,9 +28,10 @@ class HFConfig(Mapping[str, Any]):
         """The file that the values came from, for error messages."""
 
     @classmethod
-    def read(cls, path: Path) -> "HFConfig":
-        """Parse a JSON object from `path`. Raises CheckpointError if the file is absent, huge or malformed."""
-        return cls(read_json_object(path), str(path))
+    def read(cls, path: Path, *, required: bool = True) -> "HFConfig":
+        """Parse a JSON object from `path`. Raises CheckpointError if the file is huge, malformed or absent; one that is
+        absent and not `required` has no values."""
+        return cls(read_json_object(path) if required or path.exists() else {}, str(path))
 
     def replaced(self, values: Mapping[str, Any]) -> "HFConfig":
         """This config with some values replaced, which error messages mention."""

@@ -16,7 +16,7 @@ from quire.config.checkpoint.library import implementation
 from quire.config.checkpoint.location import CONFIG_FILE, EMBEDDED_CHECKPOINTS, Location
 from quire.config.checkpoint.runners import AS_FILES_SAY, PoolerConfig, find_runner
 from quire.config.checkpoint.sentence_transformers import read_sentence_config
-from quire.config.hf_config import MAX_SIZE, HFConfig, read_json_object
+from quire.config.hf_config import MAX_SIZE, HFConfig
 from quire.config.parallel import Range
 from quire.config.quantization import check_quantization, read_quantization
 
@@ -189,12 +189,8 @@ def _complete(
     if hf.get("auto_map"):
         logger.warning("%s asks for its own code (auto_map): never run, the model of %s is", hf.source, model_impl)
     path = location.complete(path)
-    return path, architecture, model_impl, hf, _generation_config(path) if gguf is None else generation_values(gguf)
-
-
-def _generation_config(path: Path) -> HFConfig:
-    file = path / GENERATION_FILE
-    return HFConfig(read_json_object(file) if file.exists() else {}, str(file))
+    generation = HFConfig.read(path / GENERATION_FILE, required=False) if gguf is None else generation_values(gguf)
+    return path, architecture, model_impl, hf, generation
 
 
 def _eos_token_ids(generation: HFConfig, hf: HFConfig, vocab_size: int) -> frozenset[int]:
@@ -224,8 +220,7 @@ def _trained_length(path: Path, tokenizer_path: Path, max_positions: int) -> int
     """The tokens of the longest texts that a model was made for that pools, which may be fewer than its positions. As
     in sentence-transformers, the tokenizer's limit counts where the model has none."""
     if (limit := read_sentence_config(path).max_seq_length) is None:
-        file = tokenizer_path / "tokenizer_config.json"
-        stated = read_json_object(file).get("model_max_length") if file.exists() else None
+        stated = HFConfig.read(tokenizer_path / "tokenizer_config.json", required=False).get("model_max_length")
         limit = stated if type(stated) is int and stated > 0 else max_positions
     return min(max_positions, limit)
 

@@ -68,9 +68,8 @@ def read_texts(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         kinds, value = str(field.type).split(" | "), given.get(field.name)
         if value in ("none", "None") and "None" in kinds:
             read[field.name] = None
-        elif isinstance(value, str) and kinds[0] == "int" and "str" not in kinds:
-            number = whole_number(value)
-            read[field.name] = value if number is None else number
+        elif isinstance(value, str) and kinds in (["int"], ["int", "None"]) and (n := whole_number(value)) is not None:
+            read[field.name] = n
     return read
 
 

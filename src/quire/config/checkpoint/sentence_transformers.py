@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.common.errors import CheckpointError, UnsupportedModelError
 from quire.config.checkpoint.runners import MODULES_FILE
-from quire.config.hf_config import HFConfig, read_json_list, read_json_object
+from quire.config.hf_config import HFConfig, read_json_list
 
 WEIGHTS_FILE = "model.safetensors"
 _MAX_MODULES = 16
@@ -92,9 +92,9 @@ def read_sentence_config(folder: Path) -> SentenceConfig:
     """Raises CheckpointError for malformed files; a folder without any has the defaults."""
     if not folder.is_dir():
         return SentenceConfig()
-    file = next((folder / name for name in _TRANSFORMER_FILES if (folder / name).exists()), None)
-    transformer = HFConfig({} if file is None else read_json_object(file), str(file))
-    values = _read_purpose(folder)
+    files = [folder / name for name in _TRANSFORMER_FILES]
+    transformer = HFConfig.read(next((file for file in files if file.exists()), files[0]), required=False)
+    values = HFConfig.read(folder / _PROMPTS_FILE, required=False)
     prompts = values.get("prompts") or {}
     if (
         not isinstance(prompts, dict)
@@ -107,14 +107,9 @@ def read_sentence_config(folder: Path) -> SentenceConfig:
     return SentenceConfig(limit, transformer.flag("do_lower_case", False), prompts)
 
 
-def _read_purpose(folder: Path) -> HFConfig:
-    path = folder / _PROMPTS_FILE
-    return HFConfig(read_json_object(path) if path.exists() else {}, str(path))
-
-
 def read_cross_encoder(folder: Path) -> HFConfig | None:
     """What sentence-transformers 6 says of a cross-encoder beside `config.json`; None in other folders."""
-    values = _read_purpose(folder)
+    values = HFConfig.read(folder / _PROMPTS_FILE, required=False)
     return values if values.text("model_type", "") == "CrossEncoder" else None
 
 
