@@ -181,10 +181,8 @@ def _act(fault: Fault) -> None:
             time.sleep(fault.seconds)
         case "exit":
             os._exit(fault.status)
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+        case "kill" | "stop":
+            os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
         case _:
             error = fault.exception()
             assert error is not None

@@ -67,12 +67,9 @@ def parts_of(path: Path) -> list[Path]:
 
 def models_in(folder: Path, *, recursive: bool = False) -> list[Path]:
     """The first file of each model in `folder`, sorted."""
-    found = set()
-    for path in folder.glob("**/*.gguf" if recursive else "*.gguf"):
-        match = _PART.fullmatch(path.name)
-        if _NO_MODEL.search(path.name) is None and (match is None or int(match["number"]) == 1):
-            found.add(path)
-    return sorted(found)
+    paths = {path: _PART.fullmatch(path.name) for path in folder.glob("**/*.gguf" if recursive else "*.gguf")}
+    firsts = [path for path, part in paths.items() if part is None or int(part["number"]) == 1]
+    return sorted(path for path in firsts if _NO_MODEL.search(path.name) is None)
 
 
 def only_model(folder: Path, wanted: str | None = None, *, recursive: bool = False) -> Path:

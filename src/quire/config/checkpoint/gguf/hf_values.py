@@ -98,10 +98,8 @@ def generation_values(model: GGUFModel) -> HFConfig:
         named = zip(tokens.strings(), types.numbers(), strict=False)
         ends |= {i for i, (token, kind) in enumerate(named) if kind == _CONTROL and token in _ENDS}
     values: dict[str, Any] = {"eos_token_id": sorted(ends)} if ends else {}
-    for theirs, ours in _SAMPLING.items():
-        value = metadata.get(f"general.sampling.{theirs}")
-        if value is not None:
-            values[ours] = value
+    recommended = {ours: metadata.get(f"general.sampling.{theirs}") for theirs, ours in _SAMPLING.items()}
+    values |= {name: value for name, value in recommended.items() if value is not None}
     return HFConfig(values, metadata.source)
 
 

@@ -122,11 +122,8 @@ def _parts(name: str, tensor: MappedTensor, num_heads: int, num_kv_heads: int) -
         )
     found, offset, row_bytes = [], tensor.offset, tensor.num_bytes // tensor.shape[0]
     for count in counts:
-        num_rows = count * head_dim
-        shapes = (None if shape is None else (num_rows, *shape[1:]) for shape in (tensor.shape, tensor.block_shape))
-        shape, block_shape = shapes
-        assert shape is not None
-        num_bytes = num_rows * row_bytes
+        rows, num_bytes = count * head_dim, count * head_dim * row_bytes
+        shape, block_shape = (rows, *tensor.shape[1:]), tensor.block_shape and (rows, *tensor.block_shape[1:])
         found.append(replace(tensor, offset=offset, shape=shape, block_shape=block_shape, num_bytes=num_bytes))
         offset += num_bytes
     return found
