@@ -115,7 +115,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     """
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse as argparse does."""
+        """Parse as argparse does. Raises ConfigError as `spelt_out` does."""
         spelt = spelt_out(sys.argv[1:] if args is None else args, self._option_string_actions)
         given = [self._spelt_as_known(text) for text in spelt]
         others = take_options(given, self._option_string_actions)

@@ -57,7 +57,7 @@ def library_class(hf: HFConfig) -> Any:
 
 
 def library_config(hf: HFConfig) -> Any:
-    """The library's config of the `model_type` that `hf` names. Raises CheckpointError if the library refuses it."""
+    """The library's config of the `model_type` in `hf`. Raises UnsupportedModelError if the library refuses it."""
     _library()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

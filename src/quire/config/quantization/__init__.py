@@ -21,9 +21,9 @@ QUANTIZED_VERSION = 3
 
 
 def check_quantization(quantization: str | None, of_head: str | None = None, from_file: str = "auto") -> None:
-    """Raise ConfigError unless weights can be quantized to this format while they are loaded, or it is the name of a
-    method that a checkpoint may be quantized with; and unless the other arguments are `head_quantization` and
-    `weights_from_file` as they may be."""
+    """Raise ConfigError for a `quantization` that weights cannot be quantized to while they are loaded and that is no
+    method that a checkpoint may be quantized with, for another `head_quantization` than int8, and for a
+    `weights_from_file` that is not one of WEIGHTS_FROM_FILE."""
     if of_head is not None:
         check_choice("head_quantization", of_head, ("int8",))
     check_choice("weights_from_file", from_file, WEIGHTS_FROM_FILE)
@@ -42,7 +42,8 @@ def read_quantization(
 
     `asked` is what was asked for: with one of QUANTIZATIONS, other tools' weights are quantized again. Raises
     UnsupportedModelError if no row of METHODS reads the weights, and ConfigError, which names the model `name`, if they
-    are quantized in another way already, or if the `weights_from_file` are `always` where files cannot be used so.
+    are quantized in another way already, or if `from_file` (`weights_from_file`) is `always` and the files do not have
+    the matrices as the kernels read them.
     """
     method, saved = _stated(hf)
     others = QUANTIZATIONS if method != QUANT_METHOD else ()
