@@ -56,6 +56,7 @@ def test_flags_override_the_file(tmp_path, name, text):
 def test_texts_in_a_file_mean_what_they_mean_on_the_command_line(tmp_path):
     given = {"max_waiting": "2k", "tokens_per_minute": "1.5M", "block_size": "32", "max_num_batched_tokens": "4K"}
     given |= {"model_memory": "none", "hang_timeout_s": "None", "response_store": "none", "num_threads": "none"}
+    given |= {"speculative_config": "none", "tenant_weights": "none"}
     (tmp_path / "quire.yaml").write_text("".join(f"{name}: {value}\n" for name, value in given.items()))
     (tmp_path / "quire.toml").write_text("".join(f"{name} = '{value}'\n" for name, value in given.items()))
     flags = vars(parse(*(f"--{name.replace('_', '-')}={value}" for name, value in given.items())))

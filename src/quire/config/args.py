@@ -62,12 +62,13 @@ class _NamesChecked(type):
 
     def __call__(cls, **given: Any) -> Any:
         own = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        if isinstance(method := given.get("speculative_config"), str) or method is False:  # YAML makes that of `off`
-            given["speculative_config"] = {"method": method}
-        kept = translate("engine", {name: _plain(value) for name, value in given.items()}, own, ConfigError)
+        plain = {name: _plain(value) for name, value in given.items()}
+        kept = read_texts(cls, translate("engine", plain, own, ConfigError))
+        if isinstance(method := kept.get("speculative_config"), str) or method is False:  # YAML makes that of `off`
+            kept["speculative_config"] = {"method": method}
         if isinstance(modules := kept.get("lora_modules"), list | Mapping):
             kept["lora_modules"] = tuple(_listed_modules(modules))
-        return super().__call__(**read_texts(cls, kept))
+        return super().__call__(**kept)
 
 
 def _listed_modules(modules: Any) -> Iterator[Any]:
