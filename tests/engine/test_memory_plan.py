@@ -156,7 +156,7 @@ def test_without_a_size_the_cache_takes_what_is_left(monkeypatch):
     ("args", "message"),
     [
         ({"block_size": 0}, "block_size=0"),
-        ({"block_size": "16"}, "block_size='16'.*int"),
+        ({"block_size": "16B"}, "block_size='16B'.*int"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
         ({"max_num_batched_tokens": -1}, "max_num_batched_tokens=-1"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
