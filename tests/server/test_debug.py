@@ -194,7 +194,7 @@ class ReadLLM:
 def read_blocks(query: str, *, shows_tokens: bool = True) -> tuple[int, Any, ReadLLM]:
     llm = ReadLLM()
     state = state_over(llm, "tiny")
-    state.shows_tokens = shows_tokens
+    state.shows_tokens = lambda: shows_tokens
     answer = TestClient(make_app(state)).get(f"/debug/cache/blocks{query}")
     return answer.status_code, answer.json(), llm
 

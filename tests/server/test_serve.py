@@ -27,21 +27,26 @@ from cryptography.hazmat.primitives.serialization import (
 from quire.common.errors import ConfigError
 from quire.common.faults import Fault, environment
 from quire.server.config import ServerArgs
-from quire.server.serve import _listening, _uvicorn_config
+from quire.server.listening import listening, uvicorn_config
 
 SMALL = ["--kv-cache-memory", "16MiB", "--max-num-seqs", "8"]
 WAIT_S = 150
 CHAT = {"messages": [{"role": "user", "content": "Count."}], "ignore_eos": True}
+IN_TERMINAL = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY); os.execv(sys.argv[1], sys.argv[1:])"
 
 
 class Server:
-    """A `quire serve` process, and what it has printed. Faults are those of its engine process too."""
+    """A `quire serve` process, and what it has printed. Faults are those of its engine process too; a terminal given
+    controls it."""
 
-    def __init__(self, *args: str | Path, faults: Sequence[Fault] = ()) -> None:
+    def __init__(self, *args: str | Path, faults: Sequence[Fault] = (), terminal: int | None = None) -> None:
         self.lines: list[str] = []
         self._changed = threading.Condition()
+        in_terminal = [] if terminal is None else ["-c", IN_TERMINAL, sys.executable]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "quire", "serve", *map(str, args), *SMALL],
+            [sys.executable, *in_terminal, "-m", "quire", "serve", *map(str, args), *SMALL],
+            stdin=terminal,
+            start_new_session=terminal is not None,
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
@@ -90,8 +95,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(*args: str | Path, faults: Sequence[Fault] = ()) -> Iterator[Server]:
-    server = Server(*args, faults=faults)
+def serving(*args: str | Path, faults: Sequence[Fault] = (), terminal: int | None = None) -> Iterator[Server]:
+    server = Server(*args, faults=faults, terminal=terminal)
     try:
         yield server
     finally:
@@ -237,7 +242,7 @@ def test_what_a_client_says_of_its_address_is_believed_only_of_proxies(trusted, 
     scope = {
         "type": "http", "client": ("127.0.0.1", 5), "scheme": "http", "headers": [(b"x-forwarded-for", b"10.9.9.9")]
     }  # fmt: skip
-    asyncio.run(_uvicorn_config(app, ServerArgs(trusted_proxies=trusted)).loaded_app(scope, None, None))
+    asyncio.run(uvicorn_config(app, ServerArgs(trusted_proxies=trusted)).loaded_app(scope, None, None))
     assert seen == [address]
 
 
@@ -290,25 +295,25 @@ def test_a_file_other_than_a_response_store_is_reported_in_one_line(tmp_path):
 def test_a_port_or_socket_that_is_taken_is_refused(tmp_path):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is in use"), _listening(ServerArgs(port=port)):
+        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is in use"), listening(ServerArgs(port=port)):
             pass
     path = tmp_path / "s"
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as other:
         other.bind(str(path))
         other.listen()
-        with pytest.raises(ConfigError, match="in use by another server"), _listening(ServerArgs(uds=str(path))):
+        with pytest.raises(ConfigError, match="in use by another server"), listening(ServerArgs(uds=str(path))):
             pass
     (tmp_path / "file").write_text("mine")
     for wrong in (tmp_path / "file", tmp_path / "no" / "folder"):
-        with pytest.raises(ConfigError, match="cannot be created"), _listening(ServerArgs(uds=str(wrong))):
+        with pytest.raises(ConfigError, match="cannot be created"), listening(ServerArgs(uds=str(wrong))):
             pass
     assert (tmp_path / "file").read_text() == "mine"
     elsewhere = ServerArgs(host="192.0.2.1", port=0, allow_unauthenticated=True)
-    with pytest.raises(ConfigError, match="unavailable"), _listening(elsewhere):
+    with pytest.raises(ConfigError, match="unavailable"), listening(elsewhere):
         pass
     for host in ("x" * 64, "a..b", "no-such-host.invalid"):
         args = ServerArgs(host=host, port=0, allow_unauthenticated=True)
-        with pytest.raises(ConfigError, match="is not an address of this machine"), _listening(args):
+        with pytest.raises(ConfigError, match="is not an address of this machine"), listening(args):
             pass
 
 
@@ -318,18 +323,18 @@ def test_invalid_certificates_are_refused(tmp_path):
         if text is not None:
             path.write_text(text)
         with pytest.raises(ConfigError, match=r"cert\.pem"):
-            _uvicorn_config(None, ServerArgs(ssl_certfile=str(path)))
+            uvicorn_config(None, ServerArgs(ssl_certfile=str(path)))
 
 
 def test_an_invalid_certificate_is_named(tmp_path):
     pem, _ = certificate(tmp_path)
     (tmp_path / "ca.pem").write_text("not a certificate")
     with pytest.raises(ConfigError, match=r"^ssl_ca_certs='.*/ca\.pem' cannot be used"):
-        _uvicorn_config(None, ServerArgs(ssl_certfile=str(pem), ssl_ca_certs=str(tmp_path / "ca.pem")))
+        uvicorn_config(None, ServerArgs(ssl_certfile=str(pem), ssl_ca_certs=str(tmp_path / "ca.pem")))
     other = tmp_path / "key.pem"
     trustme.CA().issue_cert("quire.test").private_key_pem.write_to_path(str(other))
     with pytest.raises(ConfigError, match=r"ssl_keyfile='.*/key\.pem' cannot be used"):
-        _uvicorn_config(None, ServerArgs(ssl_certfile=str(pem), ssl_keyfile=str(other)))
+        uvicorn_config(None, ServerArgs(ssl_certfile=str(pem), ssl_keyfile=str(other)))
 
 
 def test_a_key_with_a_passphrase_is_refused_without_asking_for_it(tmp_path):
@@ -338,4 +343,4 @@ def test_a_key_with_a_passphrase_is_refused_without_asking_for_it(tmp_path):
     locked = plain.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
     (tmp_path / "key.pem").write_bytes(locked)
     with pytest.raises(ConfigError, match="the key must belong to the certificate and have no passphrase"):
-        _uvicorn_config(None, ServerArgs(ssl_certfile=str(pem), ssl_keyfile=str(tmp_path / "key.pem")))
+        uvicorn_config(None, ServerArgs(ssl_certfile=str(pem), ssl_keyfile=str(tmp_path / "key.pem")))

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import gc
 import os
 import resource
 import signal
 import socket
-import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import uvicorn
 import uvloop
@@ -39,8 +36,8 @@ from quire.server.http.auth import (
     checks_hosts,
 )
 from quire.server.http.endpoint import Endpoint
-from quire.server.http.protocol import limited_protocol
 from quire.server.http.state import RequestContext, ServerState
+from quire.server.listening import listening, server_url, uvicorn_config
 from quire.server.models.entry import ModelEntry
 from quire.server.models.pool import ModelPool
 from quire.server.models.spec import ModelSpec
@@ -52,13 +49,12 @@ from quire.server.operations.request_log import EngineListener, NamedRoute, Obse
 from quire.server.operations.tracing import Tracer
 
 _NUM_FILES = 65_536
-_BACKLOG = 2048
-_LAST_CONNECTIONS_S = 2
 
 
 def serve(args: ServerArgs, models: Sequence[ModelSpec]) -> int:
     """Serve these models until SIGTERM or SIGINT. Returns the exit status: 0 after draining, 128 + the signal's number
-    if a second signal did not wait for that. Raises ConfigError, CheckpointError, OutOfMemoryError, EngineDeadError."""
+    if a second signal did not wait for that. SIGHUP, unless it is ignored, reads keys and certificates again. Raises
+    ConfigError, CheckpointError, OutOfMemoryError, EngineDeadError."""
     began = time.monotonic()
     set_up_logging(args.log_format)
     keys, admin_keys = ApiKeys.load_pair(args)
@@ -66,7 +62,7 @@ def serve(args: ServerArgs, models: Sequence[ModelSpec]) -> int:
     _allow_many_connections()
     service = _Service(args, models, keys, admin_keys)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        with _listening(args) as sock:
+        with listening(args) as sock:
             status = runner.run(service.run(sock, began))
         if running_downloads:
             logger.info("a download was interrupted; the next start continues it")
@@ -91,7 +87,7 @@ class _Service:
         self._keys = keys
         self._admin_keys = admin_keys
         self._loading_app = LoadingApp()
-        self._http = _Server(_uvicorn_config(self._loading_app, args))
+        self._http = _Server(uvicorn_config(self._loading_app, args))
         self._stop = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
         self._exit_status = 0
@@ -100,7 +96,7 @@ class _Service:
         """Load the model, serve until a signal, and stop. Returns the exit status."""
         self._catch_signals()
         http = asyncio.create_task(self._http.serve(sockets=[sock]))
-        url = _url(self._args, sock)
+        url = server_url(self._args, sock)
         try:
             with application(self._models, self._args, self._keys, self._admin_keys) as (app, state, gate):
                 logger.info("loading the model; meanwhile %s answers 503", url)
@@ -114,8 +110,9 @@ class _Service:
         return self._exit_status
 
     def _catch_signals(self) -> None:
-        """Install signal handlers: the first signal drains the server, the second aborts running requests."""
-        loop = asyncio.get_running_loop()
+        """Install signal handlers: the first signal drains the server, the second aborts running requests. SIGHUP means
+        the same if it comes because the terminal was closed; otherwise it reads keys and certificates again."""
+        loop, has_terminal = asyncio.get_running_loop(), _has_terminal()
 
         def on_signal(number: int) -> None:
             if not self._stop.is_set():
@@ -127,6 +124,24 @@ class _Service:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+            loop.add_signal_handler(
+                signal.SIGHUP,
+                lambda: on_signal(signal.SIGHUP) if has_terminal and not _has_terminal() else self._reload(),
+            )
+
+    def _reload(self) -> None:
+        """Read keys and certificates again, for requests and connections from now on. If any of them cannot be used,
+        all stay as they were."""
+        try:
+            tls = uvicorn_config(self._loading_app, self._args).ssl
+            self._keys.reload_pair(self._admin_keys, self._args)
+        except ConfigError as error:
+            logger.error("SIGHUP: keys and certificates stay as they were: %s", error)
+            return
+        if self._http.config.ssl is not None:
+            self._http.config.ssl.sni_callback = lambda connection, *_: setattr(connection, "context", tls)
+        logger.info("SIGHUP: API keys, admin keys and certificates were read again")
 
     async def _load(self) -> bool:
         """Load the first model, or all; False if a signal arrived before they were loaded."""
@@ -223,7 +238,7 @@ def build_app(
             entry.add_listener(listener)
 
     models.observe(observe)
-    state.shows_tokens = callers_are_one_tenant(args, keys)
+    state.shows_tokens = lambda: callers_are_one_tenant(args, keys)
     is_guarded = {"api": True, "page": False, "metrics": args.guard_metrics, "health": args.guard_health}
 
     def wrap(app: ASGIApp, endpoint: Endpoint) -> ASGIApp:
@@ -253,114 +268,18 @@ def build_app(
     return Observer(app, [metrics.on_http_response, *logs, *sinks], keep_bodies=args.log_prompts)
 
 
-def _uvicorn_config(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:
-    """Raises ConfigError if certificate or key cannot be used."""
-    _check_certificates(args)
-    config = uvicorn.Config(
-        app,
-        http=limited_protocol(args.max_header, args.header_timeout_s),
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=bool(args.trusted_proxies),
-        forwarded_allow_ips=list(args.trusted_proxies),
-        timeout_keep_alive=max(1, round(args.idle_timeout_s)),
-        timeout_graceful_shutdown=_LAST_CONNECTIONS_S,
-        ssl_certfile=args.ssl_certfile,
-        ssl_keyfile=args.ssl_keyfile,
-        ssl_ca_certs=args.ssl_ca_certs,
-        ssl_cert_reqs=ssl.CERT_REQUIRED if args.ssl_ca_certs else ssl.CERT_NONE,
-    )
-    config.load()
-    return config
-
-
-def _check_certificates(args: ServerArgs) -> None:
-    """Raises ConfigError with the file that cannot be used. A key with a passphrase is one: without this check, OpenSSL
-    would wait for the passphrase on the terminal."""
-    if args.ssl_certfile is None:
-        return
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile, password="")
-    except OSError as error:
-        key = "its private key" if args.ssl_keyfile is None else f"ssl_keyfile={args.ssl_keyfile!r}"
-        raise ConfigError(
-            f"ssl_certfile={args.ssl_certfile!r} or {key} cannot be used: {error}; the key must belong to the "
-            "certificate and have no passphrase"
-        ) from error
-    try:
-        if args.ssl_ca_certs is not None:
-            context.load_verify_locations(args.ssl_ca_certs)
-    except OSError as error:
-        raise ConfigError(f"ssl_ca_certs={args.ssl_ca_certs!r} cannot be used: {error}") from error
-
-
-@contextlib.contextmanager
-def _listening(args: ServerArgs) -> Iterator[socket.socket]:
-    """A bound socket, closed in the end. Raises ConfigError if it is unavailable."""
-    sock = _bind_path(Path(args.uds)) if args.uds is not None else _bind_port(args.host, args.port)
-    with sock:
-        try:
-            yield sock
-        finally:
-            if args.uds is not None:
-                Path(args.uds).unlink(missing_ok=True)
-
-
-def _bind_port(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, protocol)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"host={host!r} is not an address of this machine: {error}") from error
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind(address)
-        sock.listen(_BACKLOG)
-    except OSError as error:
-        sock.close()
-        what = "in use by another program" if error.errno == errno.EADDRINUSE else f"unavailable: {error.strerror}"
-        raise ConfigError(
-            f"port {port} of {host} is {what}; choose another one with --port, or 0 for any free port"
-        ) from error
-    return sock
-
-
-def _bind_path(path: Path) -> socket.socket:
-    """Bind a Unix socket, after removing one that a killed server left behind."""
-    sock = socket.socket(socket.AF_UNIX)
-    try:
-        if path.is_socket():
-            with socket.socket(socket.AF_UNIX) as probe:
-                if probe.connect_ex(str(path)) == 0:
-                    raise ConfigError(f"uds={str(path)!r} is in use by another server; choose another path")
-            path.unlink()
-        sock.bind(str(path))
-        sock.listen(_BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(f"uds={str(path)!r} cannot be created: {error}") from error
-    except ConfigError:
-        sock.close()
-        raise
-    return sock
-
-
-def _url(args: ServerArgs, sock: socket.socket) -> str:
-    if args.uds is not None:
-        return f"unix:{args.uds}"
-    host = f"[{args.host}]" if ":" in args.host else args.host
-    return f"http{'s' if args.ssl_certfile else ''}://{host}:{sock.getsockname()[1]}"
-
-
 def _allow_many_connections() -> None:
     """Raise the limit on open files, since each connection is one and the default is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _NUM_FILES if hard == resource.RLIM_INFINITY else min(_NUM_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _has_terminal() -> bool:
+    """Whether a terminal controls this process, and is open."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY))
+    except OSError:
+        return False
+    return True

@@ -20,11 +20,14 @@ from quire.server.http.state import context_of
 _KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ApiKeys:
-    """Names of keys, and the keys as hashes, so that the time of a comparison reveals nothing about a key."""
+    """Names of keys, and the keys as hashes, so that the time of a comparison reveals nothing about a key. Only
+    `reload_pair` changes them."""
 
     _digests: tuple[tuple[str, bytes], ...]
+    have_changed: bool = False
+    """Whether other keys were valid before."""
 
     @classmethod
     def load(cls, args: ServerArgs, environ: Mapping[str, str] = os.environ) -> ApiKeys:
@@ -46,6 +49,13 @@ class ApiKeys:
                 "an admin key is also an API key, so that its clients could administrate: use different keys"
             )
         return keys, admin_keys
+
+    def reload_pair(self, admin_keys: ApiKeys, args: ServerArgs) -> None:
+        """Change these API keys, and these keys for administration, to what the same sources give now. Raises
+        ConfigError and changes neither. Where there were keys, there are keys afterwards."""
+        keys, new_admin_keys = self.load_pair(args)
+        self.have_changed |= self._digests != keys._digests
+        self._digests, admin_keys._digests = keys._digests, new_admin_keys._digests
 
     @classmethod
     def _of(cls, kind: str, given: tuple[str, ...], variable: str, file_name: str, file: str | None) -> ApiKeys:
@@ -105,8 +115,8 @@ def _read_key_file(argument: str, path: Path) -> Iterator[tuple[str, str]]:
 
 
 def callers_are_one_tenant(args: ServerArgs, keys: ApiKeys) -> bool:
-    """Whether all callers may see each other's prompts: they have one key, or none and are on this machine."""
-    return len(keys) == 1 if keys else args.is_local
+    """Whether all callers may see each other's prompts: they have and had one key, or none and are on this machine."""
+    return len(keys) == 1 and not keys.have_changed if keys else args.is_local
 
 
 class Authentication:

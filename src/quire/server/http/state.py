@@ -49,7 +49,7 @@ class ServerState:
     """Size of all bodies that are being received, at this moment."""
     num_cache_watchers: int = 0
     """Open streams of /debug/cache/events."""
-    shows_tokens: bool = False
+    shows_tokens: Callable[[], bool] = lambda: False
     """Whether all callers are one tenant, so that any of them may read the tokens in the cache."""
     is_draining: bool = False
     """The server is shutting down, which /ready reports."""

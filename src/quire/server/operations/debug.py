@@ -89,7 +89,7 @@ async def cache_blocks(request: Request) -> ASGIApp:
     Raises ApiError (403) where callers may have different keys.
     """
     state, query = state_of(request), request.query_params
-    if not state.shows_tokens:
+    if not state.shows_tokens():
         message = (
             "tokens in the cache are shown only if all callers are one tenant: "
             "the server needs exactly one API key, or none and a local address"
