@@ -1,6 +1,10 @@
 """Spans: one per request, under the client's own trace, without text."""
 
+import socket
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -112,3 +116,45 @@ def test_without_opentelemetry_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(ConfigError, match=r"pip install 'quire\[tracing\]'"):
         Tracer("http://localhost:4318", "tiny")
+
+
+def stopping(endpoint: str) -> float:
+    """The seconds that the end of a tracer takes that has a span to send."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    tracer = Tracer(endpoint, "tiny")
+    tracer(context_with())
+    begin_s = time.monotonic()
+    tracer.shutdown()
+    return time.monotonic() - begin_s
+
+
+def test_a_collector_that_does_not_answer_delays_the_end_little(caplog):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert stopping(endpoint) < 4
+    assert stopping(endpoint) < 4, "nothing listens there now"
+    assert caplog.text.count("the last spans were not sent: the collector did not answer within 2 s") == 2
+
+
+def test_the_last_spans_are_sent_to_a_collector_that_answers_late():
+    received = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self):
+            received.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
+            time.sleep(0.5)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            stopping(f"http://127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+    ((path, body),) = received
+    assert path == "/v1/traces"
+    assert b"req-1" in body

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from quire.common.errors import ConfigError
+from quire.common.log import logger
 from quire.common.params import PoolingParams
 from quire.common.version import __version__
 from quire.server.http.state import RequestContext
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 _PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
+_LAST_SPANS_S = 2
 
 
 class Tracer:
@@ -71,8 +74,13 @@ class Tracer:
         span.end(context.start_ns + int(context.seconds * 1e9))
 
     def shutdown(self) -> None:
-        """Send the remaining spans."""
-        self._provider.shutdown()
+        """Send the remaining spans, within _LAST_SPANS_S: OpenTelemetry would wait longer for a collector that does
+        not answer."""
+        sending = threading.Thread(target=self._provider.shutdown, daemon=True)  # which does not keep the process alive
+        sending.start()
+        sending.join(_LAST_SPANS_S)
+        if sending.is_alive():
+            logger.warning("the last spans were not sent: the collector did not answer within %d s", _LAST_SPANS_S)
 
     def _attributes(self, context: RequestContext) -> dict[str, Any]:
         attributes: dict[str, Any] = {
