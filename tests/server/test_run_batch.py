@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from quire.cli import main
-from quire.common.errors import ConfigError, EngineDeadError, QuireError
+from quire.common.errors import ConfigError, EngineDeadError
 from quire.server.api.batch_file import BatchError, BatchResult, BatchRun, PartialFile
 from tests.terminal import reading
 
@@ -255,31 +255,6 @@ def test_a_file_system_without_locks_is_written_too(batch, monkeypatch):
     batch.write(line(0))
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
     assert batch.run() == (0, 1)
-
-
-def test_what_is_appended_to_the_input_during_the_run_is_not_processed(batch):
-    batch.write(line(0), line(1), line(2))
-
-    def append():
-        with batch.source.open("ab") as file:
-            file.write(json.dumps(line(3)).encode() + b"\n" + b"x" * 200_000)
-
-    batch.app.dies_after = 2
-    with pytest.raises(EngineDeadError):
-        batch.run(max_in_flight=1, meanwhile=append)
-    batch.app = Echo()
-    assert batch.run(resume=True, meanwhile=append) == (0, 2)
-    assert [row["custom_id"] for row in batch.rows] == ["line-0", "line-1", "line-2"]
-
-
-def test_an_input_that_loses_lines_during_the_run_gives_no_output(batch):
-    batch.write(*(line(i, padding="x" * 50_000) for i in range(4)))
-    num_bytes = batch.source.stat().st_size
-    with pytest.raises(QuireError, match="the input was changed during the run: result 3 is missing"):
-        batch.run(max_in_flight=1, meanwhile=lambda: os.truncate(batch.source, num_bytes * 3 // 4))
-    assert not batch.output.exists()
-    with pytest.raises(ConfigError, match="another input"):
-        batch.run(resume=True)
 
 
 def test_a_run_of_wrong_lines_can_be_interrupted(batch):

@@ -120,14 +120,15 @@ class BatchRun:
     async def run(self, source: Path, partial: PartialFile, progress: Callable[[], object]) -> None:
         """Process the lines without a result; `progress` is called after each.
 
-        Raises EngineDeadError if the engine ends, QuireError if an answer cannot be kept; the lines without an answer
-        are then left for another run.
+        Raises EngineDeadError if the engine ends, QuireError if an answer cannot be kept or the input has changed; the
+        lines without an answer are then left for another run.
         """
         lines = _numbered(read_lines(source, self.max_body_bytes, partial.num_bytes))
 
         async def work() -> None:
             for index, number, line, is_duplicate in lines:
                 await asyncio.sleep(0)  # Ctrl-C is noticed here, even if no line needs an answer
+                partial.check_input(index, number, line)
                 if partial.has(index):
                     continue
                 result = await self._result(line, is_duplicate)
@@ -245,6 +246,7 @@ class PartialFile:
 
     def __init__(self, output: Path, source: Path, max_body_bytes: int, *, resume: bool) -> None:
         """Create the file, or with `resume` continue an existing one. Raises ConfigError."""
+        self._source = source
         self._output = Path(os.path.realpath(output))  # a symbolic link stays, and what it points to is written
         self.path = self._output.with_name(self._output.name + ".partial")
         self.num_failed = 0
@@ -274,6 +276,14 @@ class PartialFile:
     def has(self, index: int) -> bool:
         """Whether the line with this index has a result."""
         return self._offsets[index] != 0
+
+    def check_input(self, index: int, number: int, line: bytes | None) -> None:
+        """Raises QuireError unless the line with this index and number is as it was when the run began."""
+        if index >= self.num_lines or hash(line) != self._hashes[index]:
+            raise QuireError(
+                f"line {number} of {self._source} was changed during the run: restore the file and continue with "
+                f"--resume, or delete {self.path}"
+            )
 
     def add(self, index: int, result: BatchResult) -> None:
         """Write the result of a line; the operating system has it when this returns."""
@@ -320,8 +330,8 @@ class PartialFile:
         expected = _head(source, self.num_bytes)
         if head not in (b"", expected):
             raise ConfigError(f"{self.path} belongs to another input file: delete it, or use that file")
-        num_lines = sum(1 for _ in read_lines(source, max_body_bytes, self.num_bytes))
-        self._offsets = array("Q", bytes(8 * num_lines))
+        self._hashes = array("q", (hash(line) for _, line in read_lines(source, max_body_bytes, self.num_bytes)))
+        self._offsets = array("Q", bytes(8 * len(self._hashes)))
         """Offset of each result in the file; 0 if there is none."""
         self._size = 0
         if head:

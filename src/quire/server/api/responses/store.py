@@ -139,7 +139,7 @@ def _translated(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return call(*args, **kwargs)
     except (sqlite3.Error, OSError) as error:
         if _is_full(error):
-            raise StoreError("the disk is full: the response cannot be stored") from error
+            raise StoreError("the disk is full: the response store was not changed; free space on it") from error
         raise StoreError(f"the response store failed: {error}") from error
 
 
