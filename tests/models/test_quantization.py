@@ -1,10 +1,15 @@
 """Models with quantized matrices: near the unquantized ones, the same in any batch, and saved to be mapped."""
 
+import errno
+import fcntl
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -13,6 +18,7 @@ import torch
 from quire import LLM, SamplingParams, kernels
 from quire.cli import main
 from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError
+from quire.common.faults import Fault, environment
 from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
 from quire.models.layers.embedding import Embedding
@@ -137,9 +143,28 @@ def test_saving_takes_a_new_folder_and_weights_that_are_not_quantized(saved: Pat
 
 
 @needs_native
-def test_a_folder_that_a_killed_process_left_stops_no_other_of_its_number(tmp_path: Path) -> None:
-    (tmp_path / f".saved.{os.getpid()}").mkdir()
+def test_the_folder_of_a_killed_process_is_removed_and_that_of_a_running_one_stays(tmp_path: Path) -> None:
+    pause = environment(Fault("weights.load", "delay", seconds=600, after=1))
+    saved, beside = tmp_path / "saved", tmp_path / ".saved.0123abc"  # no name of an unfinished folder
+    beside.mkdir()
+    command = [sys.executable, "-m", "quire", "quantize", "quire-draft", str(saved)]
+    with subprocess.Popen(command, env=os.environ | pause) as process:
+        while not (found := list(tmp_path.glob(".saved.*/model.safetensors"))):
+            assert process.poll() is None
+        assert main(["quantize", "quire-draft", str(saved)]) == 0
+        assert found[0].exists()
+        process.kill()
+    shutil.rmtree(saved)
+    assert main(["quantize", "quire-draft", str(saved)]) == 0
+    assert sorted(tmp_path.iterdir()) == [beside, saved]
+
+
+@needs_native
+def test_a_file_system_without_locks_keeps_what_may_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    (left := tmp_path / ".saved.0123abcd").mkdir()
     assert main(["quantize", "quire-draft", str(tmp_path / "saved")]) == 0
+    assert left.exists()
 
 
 @needs_native

@@ -1,14 +1,16 @@
 """A checkpoint with its matrices quantized and packed, in a folder of its own, so that a later start only maps them."""
 
+import fcntl
 import json
 import math
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -183,18 +185,39 @@ def _write(path: Path, tensors: list[_Saved]) -> None:
 
 @contextmanager
 def _complete_or_absent(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder`, which takes its name if the block ends well, and goes if it does not."""
+    """A folder beside `folder`, which takes its name if the block ends well, and goes if it does not. It is locked, so
+    that the next run can tell whether it is left of a process that was killed, and then removes it."""
     partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    for unfinished in folder.parent.glob(f".{escape(folder.name)}.{'[0-9a-f]' * 8}"):
+        with _locked(unfinished) as is_locked:
+            if is_locked:
+                shutil.rmtree(unfinished, ignore_errors=True)  # it may belong to another user
     try:
         partial.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(f"the folder {str(folder)!r} cannot be made: {error.strerror}") from error
-    try:
-        yield partial
+    with _locked(partial):
         try:
-            partial.rename(folder)
-        except OSError as error:
-            raise ConfigError(f"the folder {str(folder)!r} cannot be made: {error.strerror}") from error
-    except BaseException:
-        shutil.rmtree(partial)
-        raise
+            yield partial
+            try:
+                partial.rename(folder)
+            except OSError as error:
+                raise ConfigError(f"the folder {str(folder)!r} cannot be made: {error.strerror}") from error
+        except BaseException:
+            shutil.rmtree(partial)
+            raise
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock the folder during the block. False if another process has the lock, or the file system has no locks."""
+    with ExitStack() as stack:
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            is_locked = False
+        else:
+            is_locked = True
+        yield is_locked
