@@ -38,13 +38,17 @@ def says(page: Page, text: str, num_pieces: int = 7) -> None:
 
 
 def says_chunks(page: Page, chunks: list[dict], **last: object) -> None:
-    chunks = [*chunks, {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], **last}]
-    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    body = stream([*chunks, {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], **last}])
 
     def answer(route: Route) -> None:
         route.fulfill(content_type="text/event-stream", body=body)
 
     page.route("**/v1/chat/completions", answer)
+
+
+def stream(chunks: list[dict]) -> str:
+    """The events of a streamed answer."""
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
 
 def sent(page: Page, act: Callable[[], None]) -> dict:
@@ -205,6 +209,50 @@ def test_what_is_deleted_during_an_answer_stays_deleted(page: Page, served: Serv
     served.wait_until_idle()
     page.reload()
     expect(page.get_by_text("Conversations (0)")).to_be_visible()
+
+
+def test_what_is_deleted_in_another_tab_during_an_answer_stays_deleted(page: Page, served: Served) -> None:
+    says(page, "An answer.")
+    ask(page, "A question")
+    answers(page)
+    other = page.context.new_page()
+    other.goto(served.url)
+    other.get_by_text("Conversations (1)").click()
+    waiting: list[Route] = []
+    page.route("**/v1/chat/completions", lambda route: waiting.append(route))
+    ask(page, QUESTION)
+    expect(page.locator(".turn.assistant[aria-busy]")).to_be_visible()
+    other.get_by_role("button", name="Delete A question").click()
+    other.get_by_role("button", name="Delete", exact=True).click()
+    expect(other.get_by_text("Conversations (0)")).to_be_visible()
+    waiting[0].fulfill(
+        content_type="text/event-stream", body=stream([{"choices": [{"index": 0, "delta": {"content": "Too late."}}]}])
+    )
+    assert answers(page) == ["An answer.", "Too late."]
+    expect(page.get_by_role("alert")).to_have_text(re.compile("^this conversation was deleted in another tab"))
+    expect(page.get_by_text("Conversations (0)")).to_be_visible()
+    other.reload()
+    expect(other.get_by_text("Conversations (0)")).to_be_visible()
+
+
+def test_a_new_title_does_not_bring_back_what_another_tab_deleted(page: Page, served: Served) -> None:
+    says(page, "An answer.")
+    ask(page, "First")
+    answers(page)
+    page.get_by_role("button", name="New conversation").click()
+    page.locator("#library").evaluate("e => { e.open = true }")
+    other = page.context.new_page()
+    other.goto(served.url)
+    other.locator("#library").evaluate("e => { e.open = true }")
+    other.get_by_role("button", name="Delete First").click()
+    other.get_by_role("button", name="Delete", exact=True).click()
+    expect(other.get_by_text("Conversations (0)")).to_be_visible()
+    page.get_by_role("button", name="Rename First").click()
+    page.get_by_label("Title").fill("Back again")
+    page.keyboard.press("Enter")
+    expect(page.get_by_text("Conversations (0)")).to_be_visible()
+    other.reload()
+    expect(other.get_by_text("Conversations (0)")).to_be_visible()
 
 
 def test_a_conversation_is_exported_and_imported(page: Page, tmp_path: Path) -> None:

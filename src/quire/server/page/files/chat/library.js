@@ -10,7 +10,6 @@ export class Library {
   // `open(conversation)` shows one; `fail(message)` says what went wrong.
   constructor({ open, fail }) {
     Object.assign(this, { open, fail, current: null });
-    this.removed = new Set(); // ids of conversations that are not kept again when an answer to them ends
     byId("export").addEventListener("click", () => this.#export());
     byId("import").addEventListener("click", () => byId("import-file").click());
     byId("import-file").addEventListener("change", () => this.#import(byId("import-file").files[0]));
@@ -32,9 +31,10 @@ export class Library {
   }
 
   async save(conversation) {
-    if (this.removed.has(conversation.id)) return;
     try {
-      await store.write(conversation.data);
+      const wasThere = await store.write(conversation.data, conversation.isKept);
+      if (conversation.isKept && !wasThere && conversation === this.current) this.fail("this conversation was deleted in another tab and is not kept any more");
+      conversation.isKept = true;
     } catch (error) {
       this.fail(`the conversation could not be kept: ${error.message}`);
       return;
@@ -54,7 +54,8 @@ export class Library {
 
   async #open(id) {
     const data = await store.read(id);
-    if (data) this.open(new Conversation(data));
+    if (data) this.open(new Conversation(data, true));
+    else await this.show(this.current); // another tab has deleted it
   }
 
   #rename(row, id, title) {
@@ -62,7 +63,7 @@ export class Library {
     const form = element("form", {}, field, element("button", { type: "submit" }, "Rename"));
     form.addEventListener("submit", async (event) => {
       event.preventDefault();
-      const conversation = id === this.current.id ? this.current : new Conversation(await store.read(id));
+      const conversation = id === this.current.id ? this.current : new Conversation({ ...(await store.read(id)), id }, true);
       conversation.title = field.value.trim();
       await this.save(conversation);
     });
@@ -79,7 +80,6 @@ export class Library {
   }
 
   async #remove(id) {
-    this.removed.add(id);
     await store.remove(id);
     if (id === this.current.id) this.open(new Conversation());
     else await this.show(this.current);

@@ -37,10 +37,17 @@ export async function titles() {
 
 export const read = (id) => run("readonly", (conversations) => conversations.get(id));
 
-export const write = (data) => run("readwrite", (conversations, names) => {
-  names.put({ id: data.id, title: data.title, updated: data.updated });
-  return conversations.put(data);
-});
+// Write a conversation; one that was kept before (`isKept`) only if it is still there, since any tab may have deleted it.
+// Returns whether it was there.
+export const write = async (data, isKept) => (await run("readwrite", (conversations, names) => {
+  const found = conversations.getKey(data.id);
+  found.onsuccess = () => {
+    if (isKept && found.result === undefined) return;
+    names.put({ id: data.id, title: data.title, updated: data.updated });
+    conversations.put(data);
+  };
+  return found;
+})) !== undefined;
 
 export const remove = (id) => run("readwrite", (conversations, names) => {
   names.delete(id);

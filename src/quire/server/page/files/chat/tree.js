@@ -3,7 +3,9 @@
 const ROOT = "root";
 
 export class Conversation {
-  constructor(data = {}) {
+  // `isKept`: this browser has kept it once.
+  constructor(data = {}, isKept = false) {
+    this.isKept = isKept;
     this.id = data.id ?? crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
     this.title = data.title ?? "";
     this.updated = data.updated ?? Date.now();
