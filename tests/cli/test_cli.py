@@ -212,10 +212,13 @@ def test_a_closed_pipe_ends_a_command_quietly() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
-def test_output_that_cannot_be_written_is_an_error_of_one_line() -> None:
-    command = [sys.executable, "-m", "quire", "plan"]
+@pytest.mark.parametrize("arguments", [["plan"], ["--version"], ["--help"], ["plan", "--help"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written_is_an_error_of_one_line(arguments: list[str], unbuffered: str) -> None:
+    command = [sys.executable, "-m", "quire", *arguments]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "wb") as full:
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=300)
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=300, env=environment)
     assert result.returncode == 2
     assert result.stderr == b"quire: the output cannot be written: No space left on device\n"
 

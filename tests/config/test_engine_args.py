@@ -258,7 +258,10 @@ def test_the_ends_of_the_swap_space_are_in_its_range(swap_space):
         ({"max_model_len": 2049}, "max_model_len=2049 is longer than the checkpoint's 2048 positions"),
         ({"max_logprobs": -2}, "max_logprobs=-2: must be 0 or more, or -1"),
         ({"swap_space": -1e-9}, "swap_space=-1e-09: must be a number of GiB"),
-        ({"swap_space": 2.0**33}, "swap_space=8589934592.0: must be a number of GiB"),
+        (
+            {"swap_space": 2.0**33},
+            "swap_space=8589934592.0: must be a number of GiB, 0 or more, within this machine's ",
+        ),
         ({"swap_space": float("nan")}, "swap_space=nan: must be a number of GiB"),
         ({"kv_cache_memory": 1024, "num_gpu_blocks_override": 1}, "kv_cache_memory and num_gpu_blocks_override both"),
         ({"kv_cache_memory": "lots"}, "kv_cache_memory='lots': must be a number of bytes"),

@@ -19,7 +19,7 @@ from quire.config.cache import CacheConfig
 from quire.config.checkpoint.draft_heads import verifier_of
 from quire.config.checkpoint.runners import PoolerConfig
 from quire.config.lora import LoRAConfig
-from quire.config.machine import parse_bytes
+from quire.config.machine import format_bytes, machine_memory, parse_bytes
 from quire.config.model import ModelConfig
 from quire.config.parallel import ANY_CPU, BACKENDS, NodesConfig, ParallelConfig, parse_cpu_list
 from quire.config.scheduler import SchedulerConfig
@@ -352,7 +352,10 @@ class EngineArgs(metaclass=_NamesChecked):
 
     def _swap_bytes(self) -> int:
         if not 0 <= self.swap_space < 2**33:  # 2**63 bytes
-            raise ConfigError(f"swap_space={self.swap_space}: must be a number of GiB, 0 or more")
+            memory = format_bytes(machine_memory().limit_bytes)
+            raise ConfigError(
+                f"swap_space={self.swap_space}: must be a number of GiB, 0 or more, within this machine's {memory}"
+            )
         return int(self.swap_space * 1024**3)
 
     def _backend(self) -> str:

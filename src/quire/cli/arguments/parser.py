@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from quire.common.arguments.vllm_arguments import spelt_out, take_options
 from quire.common.errors import nearest_name
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,6 +25,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and a line that says what is wrong."""
         self.exit(2, f"{self.prog}: {message} (`{self.prog}{self.command} --help` lists the options)\n")
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        """As argparse does, but raises the OSError if standard output cannot be written."""
+        if file is not None and file is sys.stdout:
+            file.write(message)
+        else:
+            super()._print_message(message, file)
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
         """Parse a command line. An option may have underscores instead of hyphens, as in vLLM.
