@@ -317,6 +317,18 @@ def test_a_port_or_socket_that_is_taken_is_refused(tmp_path):
             pass
 
 
+def test_the_socket_of_a_server_that_took_over_the_path_stays(tmp_path):
+    path = tmp_path / "s"
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as successor:
+        with listening(ServerArgs(uds=str(path))):
+            path.unlink()
+            successor.bind(str(path))
+        assert path.is_socket()
+    with listening(ServerArgs(uds=str(path))):
+        path.unlink()
+    assert not path.exists()
+
+
 def test_invalid_certificates_are_refused(tmp_path):
     for text in (None, "not a certificate"):
         path = tmp_path / "cert.pem"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
 import ssl
 from collections.abc import Iterator
@@ -68,13 +69,18 @@ def _check_certificates(args: ServerArgs) -> None:
 @contextlib.contextmanager
 def listening(args: ServerArgs) -> Iterator[socket.socket]:
     """A bound socket, closed in the end. Raises ConfigError if it is unavailable."""
-    sock = _bind_path(Path(args.uds)) if args.uds is not None else _bind_port(args.host, args.port)
-    with sock:
+    if args.uds is None:
+        with _bind_port(args.host, args.port) as sock:
+            yield sock
+        return
+    path = Path(args.uds)
+    with _bind_path(path) as sock:
+        own = path.stat()
         try:
             yield sock
         finally:
-            if args.uds is not None:
-                Path(args.uds).unlink(missing_ok=True)
+            if path.exists() and os.path.samestat(own, path.stat()):  # otherwise another server has taken over the path
+                path.unlink()
 
 
 def _bind_port(host: str, port: int) -> socket.socket:
