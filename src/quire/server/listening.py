@@ -111,16 +111,13 @@ def _bind_path(path: Path) -> socket.socket:
         if path.is_socket():
             with socket.socket(socket.AF_UNIX) as probe:
                 if probe.connect_ex(str(path)) == 0:
-                    raise ConfigError(f"uds={str(path)!r} is in use by another server; choose another path")
+                    raise OSError("it is in use by another server; choose another path")
             path.unlink()
         sock.bind(str(path))
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
         raise ConfigError(f"uds={str(path)!r} cannot be created: {error}") from error
-    except ConfigError:
-        sock.close()
-        raise
     return sock
 
 

@@ -80,10 +80,7 @@ def _adapters(rows: int, n: int, k: int, options: argparse.Namespace) -> dict[st
 def _experts(rows: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measure products with the experts of rows that are routed at random. Only the experts that have rows are read."""
     n, k = _EXPERT_SHAPE
-    weight, x = (
-        torch.randn(n, k).to(getattr(torch, options.dtype)),
-        torch.randn(rows, k).to(getattr(torch, options.dtype)),
-    )
+    weight, x = (torch.randn(s).to(getattr(torch, options.dtype)) for s in (_EXPERT_SHAPE, (rows, k)))
     ids, _ = kernels.route(torch.randn(rows, _EXPERTS), kernels.Routing(_TOP_K, _EXPERTS))
     grouped, num_read = kernels.group_by_expert(ids, _EXPERTS), len(set(ids.flatten().tolist()))
     calls = [

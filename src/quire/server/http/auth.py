@@ -129,11 +129,7 @@ class Authentication:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the endpoint if the key is valid. Raises ApiError (401)."""
-        names = [name for key in _given_keys(scope) if (name := self._keys.name_of(key)) is not None]
-        if not names:
-            message = "this server requires an API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`"
-            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-        context_of(scope).tenant = names[0]
+        _note_tenant(scope, self._keys, "this server requires an API key", "invalid_api_key")
         await self._app(scope, receive, send)
 
 
@@ -153,12 +149,16 @@ class Administration:
                 "admin_key or QUIRE_ADMIN_KEY",
                 code="admin_disabled",
             )
-        names = [name for key in _given_keys(scope) if (name := self._keys.name_of(key)) is not None]
-        if not names:
-            message = "this endpoint requires an admin key: send `Authorization: Bearer KEY` or `x-api-key: KEY`"
-            raise ApiError(401, message, code="invalid_admin_key", headers={"www-authenticate": "Bearer"})
-        context_of(scope).tenant = names[0]
+        _note_tenant(scope, self._keys, "this endpoint requires an admin key", "invalid_admin_key")
         await self._app(scope, receive, send)
+
+
+def _note_tenant(scope: Scope, keys: ApiKeys, requirement: str, code: str) -> None:
+    names = [name for key in _given_keys(scope) if (name := keys.name_of(key)) is not None]
+    if not names:
+        message = f"{requirement}: send `Authorization: Bearer KEY` or `x-api-key: KEY`"
+        raise ApiError(401, message, code=code, headers={"www-authenticate": "Bearer"})
+    context_of(scope).tenant = names[0]
 
 
 def _given_keys(scope: Scope) -> Iterator[bytes]:

@@ -50,7 +50,7 @@ class ModelPool:
         self.budget_bytes = _budget(specs, args)
         """Memory for all models that are awake; None: the only model takes what the machine has left."""
         self._one_load = asyncio.Lock()
-        self._changed = asyncio.Event()
+        self._changed = asyncio.Event()  # set, and replaced, when a model was released, loaded or put to sleep
         self._tasks: set[asyncio.Task[Any]] = set()
         self._observers: list[Callable[[ModelEntry], None]] = []
 
@@ -160,7 +160,7 @@ class ModelPool:
                 while any(entry.num_uses or entry.loading is not None for entry in entries) or any(
                     entry.is_awake and entry.is_held_asleep for entry in others
                 ):
-                    await self._change()
+                    await self._changed.wait()
             if not all(entry.is_held_asleep for entry in others):
                 raise TimeoutError
             for entry in entries:
@@ -298,7 +298,7 @@ class ModelPool:
                 continue
             try:
                 async with asyncio.timeout(ends_s - self._clock()):
-                    await self._change()
+                    await self._changed.wait()
             except TimeoutError:
                 message = "there is no memory for this model while requests use the other models; try again later"
                 raise _unavailable(message, "no_memory") from None
@@ -326,10 +326,6 @@ class ModelPool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    async def _change(self) -> None:
-        """Wait until a model was released, loaded or put to sleep."""
-        await self._changed.wait()
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
