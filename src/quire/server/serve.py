@@ -136,7 +136,7 @@ class _Service:
         try:
             tls = uvicorn_config(self._loading_app, self._args).ssl
             self._keys.reload_pair(self._admin_keys, self._args)
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:  # OSError: of certificates that are being replaced at this moment
             logger.error("SIGHUP: keys and certificates stay as they were: %s", error)
             return
         if self._http.config.ssl is not None:
