@@ -19,18 +19,17 @@ from quire.runner.parallel.rank_process import serve
 class ThreadRank:
     """A rank in a thread: the same messages, kernels and shared memory."""
 
-    def __init__(self, sock: socket.socket, memory: int, lifeline: int) -> None:
-        self._socket, self._memory, self._lifeline = sock.dup(), os.dup(memory), os.dup(lifeline)
+    def __init__(self, sock: socket.socket, memory: int) -> None:
+        self._socket, self._memory = sock.dup(), os.dup(memory)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
         try:
             with suppress(BrokenPipeError, ConnectionResetError):
-                serve(self._socket, self._memory, self._lifeline, pins=False)
+                serve(self._socket, self._memory, pins=False)
         finally:
-            for descriptor in (self._memory, self._lifeline):
-                os.close(descriptor)
+            os.close(self._memory)
             self._socket.close()
 
     def end(self, patience_s: float = 10.0) -> str:

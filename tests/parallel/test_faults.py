@@ -22,7 +22,7 @@ from quire.interfaces.async_llm import supervisor
 from quire.interfaces.launch import link
 from quire.runner import executor as executors
 from quire.runner.parallel import executor as ranks_executor
-from quire.runner.parallel import links, rank_process
+from quire.runner.parallel import links, rank_process, sender
 from quire.runner.parallel.executor import RanksExecutor
 from quire.runner.parallel.messages import Connection, Failed, Step
 from tests import forks
@@ -169,22 +169,21 @@ def test_a_rank_that_cannot_load_says_why(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_rank_that_still_loads_may_lose_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_process, "_PROGRESS_S", 0)
-    monkeypatch.setattr(rank_process, "_MIN_CPU_S", -1)
+    monkeypatch.setattr(sender, "_BEAT_S", 0)
     with socket.socket(socket.AF_UNIX) as unconnected:
-        rank_process._show_progress(Connection(unconnected), threading.Event())
+        sender.Sender(Connection(unconnected), "rank")._beat(threading.Event())
 
 
 def test_a_rank_that_falls_silent_while_nothing_runs_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     is_lost = threading.Event()
     monkeypatch.setattr(liveness, "on_loss", is_lost.set)
-    monkeypatch.setattr(rank_process, "_BEAT_S", 0.05)
+    monkeypatch.setattr(sender, "_BEAT_S", 0.05)
     with in_threads():
         llm = LLM(**RANKS)
         monkeypatch.setattr(liveness, "SILENCE_S", 1.0)
         monkeypatch.setattr(liveness, "_LEAST_SILENCE_S", 1.0)
         assert not is_lost.wait(2.0)  # while it shows that it lives
-        monkeypatch.setattr(rank_process, "_BEAT_S", 1000.0)
+        monkeypatch.setattr(sender, "_BEAT_S", 1000.0)
         assert is_lost.wait(60)
         with pytest.raises(EngineBrokenError, match="rank 1 was silent for 1 s"):
             answers_again(llm)

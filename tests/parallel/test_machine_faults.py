@@ -17,7 +17,6 @@ from quire.interfaces.launch import link
 from quire.runner.parallel import links
 from quire.runner.parallel.machines import node
 from quire.runner.parallel.machines.node import part_of
-from quire.runner.parallel.pipeline import links as stage_links
 from tests import forks
 from tests.async_llm.door import Door
 from tests.kernels.isas import needs_native
@@ -64,7 +63,7 @@ def test_a_machine_that_ends_in_a_phase_breaks_the_engine_in_time(
         return started[-1]
 
     monkeypatch.setattr(node, "start_child", start_child)
-    monkeypatch.setattr(stage_links, "PATIENCE_S", LOADING_S)
+    monkeypatch.setattr(links, "PATIENCE_S", LOADING_S)
     monkeypatch.setattr(liveness, "SILENCE_S", SILENCE_S)
     forks.start()
     descriptors, children = len(os.listdir("/proc/self/fd")), children_of(os.getpid())

@@ -14,7 +14,8 @@ from quire import LLM, AsyncLLM, EngineArgs, LoRARequest
 from quire.common import liveness
 from quire.common.errors import EngineBrokenError, OutOfMemoryError
 from quire.common.faults import Fault, inject
-from quire.runner.parallel.pipeline import stage_process
+from quire.runner.parallel import sender
+from quire.runner.parallel.pipeline.messages import StepFailed
 from tests.async_llm import door as door_module
 from tests.async_llm.door import Door
 from tests.kernels.isas import needs_native
@@ -157,10 +158,10 @@ def test_a_machine_that_sends_what_only_stages_send_ends_the_engine(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = make()
-    monkeypatch.setattr(stage_process, "_BEAT_S", 0.01)
+    monkeypatch.setattr(sender, "_BEAT_S", 0.01)
     is_lost = threading.Event()
     monkeypatch.setattr(liveness, "on_loss", is_lost.set)
-    monkeypatch.setattr(stage_process, "Beat", lambda _: stage_process.StepFailed(1, "ValueError", ""))
+    monkeypatch.setattr(sender, "Beat", lambda _: StepFailed(1, "ValueError", ""))
     assert is_lost.wait(60)
     with pytest.raises(
         EngineBrokenError, match="machine 1 sends nonsense: the outcome of a step, which only stages have"
@@ -172,7 +173,7 @@ def test_a_machine_that_sends_what_only_stages_send_ends_the_engine(
 def test_a_link_that_is_interrupted_ends_the_engine(
     is_idle: bool, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage_process, "_BEAT_S", 0.1)
+    monkeypatch.setattr(sender, "_BEAT_S", 0.1)
     is_lost = threading.Event()
     monkeypatch.setattr(liveness, "on_loss", is_lost.set)
     with in_threads():

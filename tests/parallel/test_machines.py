@@ -14,6 +14,7 @@ from quire import LLM, AsyncLLM, EngineArgs
 from quire.common import liveness
 from quire.common.errors import CheckpointError, EngineBrokenError, OutOfMemoryError
 from quire.config.model import ModelConfig
+from quire.runner.parallel import sender
 from quire.runner.parallel.machines.node import Own
 from quire.runner.parallel.machines.nodes import fingerprint, join
 from quire.runner.parallel.pipeline import stage_process
@@ -83,7 +84,7 @@ def test_what_a_machine_cannot_load_is_reported_with_its_number() -> None:
 def test_a_link_that_is_interrupted_ends_the_engine(
     is_idle: bool, limit: tuple[Any, str], expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage_process, "_BEAT_S", 0.1)
+    monkeypatch.setattr(sender, "_BEAT_S", 0.1)
     is_lost = threading.Event()
     monkeypatch.setattr(liveness, "on_loss", is_lost.set)
     with in_threads():

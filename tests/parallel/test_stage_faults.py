@@ -22,9 +22,10 @@ from quire.common.faults import Fault, environment, inject
 from quire.models.decoder.model import Boundary
 from quire.runner import executor as executors
 from quire.runner.memory_plan import plan_memory
+from quire.runner.parallel import links, sender
 from quire.runner.parallel.configs import to_bytes
-from quire.runner.parallel.messages import Connection, Done
-from quire.runner.parallel.pipeline import links, stage_process
+from quire.runner.parallel.messages import Connection, Done, Failed
+from quire.runner.parallel.pipeline import stage_process
 from quire.runner.parallel.pipeline.executor import PipelineExecutor
 from quire.runner.parallel.pipeline.messages import FROM_STAGE, StageStart, StageStep, States
 from tests import forks
@@ -120,7 +121,7 @@ def test_an_interrupted_step_can_be_made_again(
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(links.StageLinks, "states", interrupt)
+    monkeypatch.setattr(links.Links, "states", interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     done = {}
@@ -133,16 +134,16 @@ def test_a_stage_that_cannot_be_reached_is_reported_with_how_it_has_ended(monkey
     is_sending = threading.Event()
 
     class Stage:
-        def end(self) -> str:
+        def end(self, patience_s: float = 0.0) -> str:
             assert is_sending.wait(60)
             return "was ended by signal 9"
 
-    def send(self: links.StageLink, frame: bytes) -> None:
+    def send(self: links.Link, frame: bytes) -> None:
         is_sending.set()
         raise BrokenPipeError
 
-    monkeypatch.setattr(links.StageLink, "send", send)
-    stages = links.StageLinks([None], 1, [lambda sock: Stage()])
+    monkeypatch.setattr(links.Link, "send", send)
+    stages = links.Links([None], 1, [lambda sock: Stage()])
     with closing(stages), pytest.raises(EngineBrokenError, match="stage 0 was ended by signal 9"):
         stages.send(Done())
 
@@ -170,10 +171,8 @@ def test_a_stage_that_sends_nonsense_ends_the_engine(
     change: Callable[[States], Any], message: str, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = make()
-    send = stage_process.Sender.send
-    monkeypatch.setattr(
-        stage_process.Sender, "send", lambda self, m: send(self, change(m) if isinstance(m, States) else m)
-    )
+    send = sender.Sender.send
+    monkeypatch.setattr(sender.Sender, "send", lambda self, m: send(self, change(m) if isinstance(m, States) else m))
     with pytest.raises(EngineBrokenError, match=message):
         answers_again(llm)
 
@@ -192,10 +191,10 @@ def test_a_stage_that_falls_silent_while_nothing_runs_ends_the_engine(
 ) -> None:
     is_lost = threading.Event()
     monkeypatch.setattr(liveness, "on_loss", is_lost.set)
-    monkeypatch.setattr(stage_process, "_BEAT_S", 0.05)
+    monkeypatch.setattr(sender, "_BEAT_S", 0.05)
     llm = make()
     monkeypatch.setattr(liveness, "SILENCE_S", 0.3)
-    monkeypatch.setattr(stage_process, "_BEAT_S", 1000.0)  # after one more beat, from which on the limit counts
+    monkeypatch.setattr(sender, "_BEAT_S", 1000.0)  # after one more beat, from which on the limit counts
     assert is_lost.wait(60)
     with pytest.raises(EngineBrokenError, match=r"stage 0 was silent for 0\.3 s"):
         answers_again(llm)
@@ -205,16 +204,16 @@ def test_a_stage_that_falls_silent_within_a_message_is_lost(monkeypatch: pytest.
     class Half:
         def __init__(self, sock: socket.socket) -> None:
             self._socket = sock.dup()
-            Connection(self._socket).send(stage_process.Done())
+            Connection(self._socket).send(Done())
             self._socket.sendall((100).to_bytes(8, "little") + b"half")
 
-        def end(self) -> str:
+        def end(self, patience_s: float = 0.0) -> str:
             self._socket.close()
             return "has ended"
 
     monkeypatch.setattr(liveness, "SILENCE_S", 0.3)
     lost = SimpleQueue[str]()
-    link = links.StageLink("stage 0", Half, Boundary(1, 4, torch.float32), 8)
+    link = links.Link("stage 0", Half, Boundary(1, 4, torch.float32), 8)
     link.when_lost = lost.put
     link.start()
     assert lost.get(timeout=60) == "stage 0 was silent for 0.3 s"
@@ -282,13 +281,12 @@ def test_an_adapter_that_a_stage_cannot_load_is_loaded_in_none(
         unloaded.append(slot)
         unload(self, slot)
 
-    def refuse(self: Any, message: Any) -> None:
+    def refuse(self: Any, *_: Any) -> None:
         monkeypatch.undo()
         monkeypatch.setattr(PipelineExecutor, "unload_adapter", note)
-        self._sender.send(stage_process.Failed("CheckpointError", "it is not on this machine"))
-        self._sender.send(stage_process.Done())
+        self.send(Failed("CheckpointError", "it is not on this machine"))
 
-    monkeypatch.setattr(stage_process.Stage, "_answer", refuse)
+    monkeypatch.setattr(sender.Sender, "change_adapters", refuse)
     adapter = LoRARequest("a", 1, str(tmp_path))
     (output,) = llm.generate(PROMPTS[:1], PARAMS[:1], use_tqdm=False, lora_request=adapter)
     assert output.error is not None

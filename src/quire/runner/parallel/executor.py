@@ -13,7 +13,7 @@ from quire.common.params import PoolerInfo
 from quire.config.args import EngineConfig
 from quire.config.kv_cache import KVCacheConfig
 from quire.runner.parallel.configs import to_bytes
-from quire.runner.parallel.links import PATIENCE_S, ChildProcess, Launch
+from quire.runner.parallel.links import PATIENCE_S, ChildProcess, LaunchRank, Links, check_loaded
 from quire.runner.parallel.machines.nodes import admit, fingerprint
 from quire.runner.parallel.messages import (
     DraftPass,
@@ -24,10 +24,8 @@ from quire.runner.parallel.messages import (
     Start,
     Step,
     UnloadAdapter,
-    to_frame,
 )
 from quire.runner.parallel.own_ranks import OwnRanks
-from quire.runner.parallel.pipeline.links import StageLinks, check_loaded
 from quire.runner.parallel.placing import move_thread
 from quire.runner.worker import States
 
@@ -42,23 +40,21 @@ class RanksExecutor:
 
     pooler: PoolerInfo | None = None
 
-    def __init__(self, config: EngineConfig, kv_cache: KVCacheConfig, launch: Launch = ChildProcess) -> None:
+    def __init__(self, config: EngineConfig, kv_cache: KVCacheConfig, launch: LaunchRank = ChildProcess) -> None:
         """Start the ranks, await those of other machines, and load the model in all. Raises what loading raises."""
         nodes, count = config.parallel.nodes, config.parallel.own_ranks
         joined = [] if nodes is None else admit(nodes, fingerprint(config.model))
         wires = [wire for _, wire in joined]
         config = replace(config, parallel=replace(config.parallel, nodes=None))
-        machines = self._machines = StageLinks(
-            [None] * len(joined), 0, [sock for sock, _ in joined], names=("machine", 1)
-        )
+        machines = self._machines = Links([None] * len(joined), 0, [sock for sock, _ in joined], "machine", 1)
         own = OwnRanks(config, count, launch=launch, patience_s=PATIENCE_S)
         self._links = own.links
-        self._finalizer = liveness.Finalizer(self, _close, (machines.close, own.links.close), wires)
+        self._finalizer = liveness.Finalizer(self, _close, (machines.close, own.close), wires)
         try:
             share = to_bytes(config, kv_cache)
             limit_s = liveness.hang_timeout_s
-            starts = [Start(count * (1 + number), 0, 0, share, limit_s) for number in range(len(joined))]
-            machines.send_each([to_frame(start) for start in starts])
+            starts = [Start(count * (1 + number), 0, share, limit_s) for number in range(len(joined))]
+            machines.send_each(starts)
             own.load(kv_cache, [wire.fileno() for wire in wires])
             self._ranks, self._worker, self._cpus = own.ranks, own.worker, own.cpus
             machines.when_lost = own.ranks.stop
@@ -97,7 +93,7 @@ class RanksExecutor:
         self._links.send(message)
 
     def _wait(self) -> list[Failed]:
-        return [*self._links.wait(), *[answer for answer in self._machines.wait() if isinstance(answer, Failed)]]
+        return [each for each in (*self._links.wait(), *self._machines.wait()) if isinstance(each, Failed)]
 
     def _begin_anew(self) -> list[Failed]:
         """Bring all ranks out of what they are computing. Returns what failed in them."""

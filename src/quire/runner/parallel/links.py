@@ -1,43 +1,53 @@
-"""The processes of the other ranks, as rank 0 has them: started, watched, ended."""
+"""The processes that compute parts of an engine beside its own, as this one has them: started, watched, relayed, ended.
+
+They are the other ranks of this machine, the stages before the engine's own, or other machines.
+"""
+
+from __future__ import annotations
 
 import os
-import selectors
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Protocol
 
 from quire.common import liveness
-from quire.common.errors import EngineBrokenError
+from quire.common.errors import EngineBrokenError, error_named
 from quire.common.log import logger
-from quire.runner.parallel.messages import FROM_RANK, Connection, Done, Failed, Message, Progress, to_frame
+from quire.runner.parallel.messages import Connection, Done, Failed, Message, to_frame
+from quire.runner.parallel.pipeline.messages import FROM_STAGE, Beat, StageReady, States, StepFailed
+
+if TYPE_CHECKING:
+    from quire.models.decoder.model import Boundary
 
 _TICK_S = 0.1
-_BEAT_S = 1.0
-_MAX_BEATS = 4096
+_OTHER_BYTES = 1024**2
+"""Of a frame, beside the states in it."""
 PATIENCE_S = 120.0
-"""How long rank 0 waits for a rank that makes no progress, before it gives the engine up. A server that has a shorter
-hang_timeout_s ends the engine sooner."""
+"""How long this process waits for one that makes no progress, before it gives the engine up. A server that has a
+shorter hang_timeout_s ends the engine sooner."""
 EXIT_S = 2.0
-"""A rank ends when its socket is closed. After this time it is killed."""
+"""A process ends when its socket is closed. After this time it is killed."""
 
 
-class RankProcess(Protocol):
-    """What computes a rank, in a process of its own or, in tests, in a thread."""
+class PartProcess(Protocol):
+    """What computes a part, in a process of its own or, in tests, in a thread."""
 
     def end(self, patience_s: float = EXIT_S) -> str:
         """Wait for its end, which its closed socket has asked for, and force it after this time. Returns what was the
         end."""
 
 
-Launch = Callable[[socket.socket, int, int], RankProcess]
-"""Starts a rank with its end of the socket, the descriptor of the shared memory, and one to which it writes a byte each
-second, and which is closed at its end."""
+Launch = Callable[[socket.socket], PartProcess]
+"""Starts a stage with its end of the socket."""
+LaunchRank = Callable[[socket.socket, int], PartProcess]
+"""Starts a rank with its end of the socket, and the descriptor of the memory that the ranks of this machine share."""
 
 
 def start_child(module: str, arguments: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
@@ -54,12 +64,12 @@ def start_child(module: str, arguments: Sequence[str], descriptors: Sequence[int
 class ChildProcess:
     """A rank in a child process."""
 
-    def __init__(self, sock: socket.socket, memory: int, lifeline: int) -> None:
-        descriptors = [sock.fileno(), memory, lifeline]
+    def __init__(self, sock: socket.socket, memory: int) -> None:
+        descriptors = [sock.fileno(), memory]
         self._process = start_child("quire.runner.parallel.rank_process", [*map(str, descriptors)], descriptors)
 
     def end(self, patience_s: float = EXIT_S) -> str:
-        """As RankProcess."""
+        """As PartProcess."""
         return end_of(self._process, patience_s)
 
 
@@ -73,155 +83,290 @@ def end_of(process: subprocess.Popen[bytes], patience_s: float = EXIT_S) -> str:
     return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
-class Links:
-    """All ranks of this machine but this one. A thread starts and watches them, since they end with the thread that
-    started them."""
+class StageProcess(ChildProcess):
+    """A stage in a child process."""
 
-    def __init__(self, num_ranks: int, memory_bytes: int, launch: Launch = ChildProcess, first: int = 0) -> None:
-        """Starts them. They share a file of zeros without a name, of which `memory` is the descriptor. `first`: the
-        number of this one."""
-        self._first = first
-        self.memory = _unnamed_file(memory_bytes)
-        self.lost: str | None = None
-        """What has become of a rank that has ended by itself, or is silent."""
-        self.when_lost: Callable[[], object] = lambda: None
-        self._has_lost = threading.Event()
-        self._stop, self._stopped = os.pipe()
-        self._is_closing = threading.Event()
-        self._connections: list[Connection] = []
-        has_started = threading.Event()
-        self._watcher = threading.Thread(
-            target=self._watch, args=(num_ranks, launch, has_started), name="ranks", daemon=True
-        )
-        self._watcher.start()
-        has_started.wait()
+    def __init__(self, sock: socket.socket) -> None:
+        descriptor = sock.fileno()
+        self._process = start_child("quire.runner.parallel.pipeline.stage_process", [str(descriptor)], [descriptor])
 
-    def _watch(self, num_ranks: int, launch: Launch, has_started: threading.Event) -> None:
-        """Start the ranks, report the first one that ends by itself or falls silent, and end them all."""
-        processes, lifelines = list[RankProcess](), dict[int, int]()
+
+class DistantStage:
+    """What another machine computes, which has joined."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._address = sock.getpeername()[0]
+
+    def end(self, patience_s: float = EXIT_S) -> str:
+        """As PartProcess."""
+        return f"at {self._address} has ended, or cannot be reached"
+
+
+class Link:
+    """One of the processes. A thread starts it, since it ends with the thread that started it, and reads what it sends:
+    answers are kept for `answer`, and what a stage has computed is passed on."""
+
+    def __init__(self, name: str, source: Launch | socket.socket, boundary: Boundary | None, max_rows: int) -> None:
+        """`source` starts it, or is the connection to one that has been started. `boundary` is what a stage gives to
+        the next one, for at most `max_rows` tokens of a step; None for nothing."""
+        self.name = name
+        self.num_progress = 0
+        """Beats with which it has computed, and what it has sent besides."""
+        self.pass_on: Callable[[bytes, States | StepFailed], None]
+        """Gets the frame and the message of what the next stage needs."""
+        self.when_lost: Callable[[str], None]
+        self._boundary, self._max_rows = boundary, max_rows
+        self._answers = SimpleQueue[StageReady | Done | Failed]()
+        self._sending = threading.Lock()
+        self._is_loaded = self._is_closing = False
+        start: Callable[[], PartProcess]
+        if isinstance(source, socket.socket):
+            ours, start = source, partial(DistantStage, source)
+        else:
+            ours, its = socket.socketpair()
+            start = partial(_launched, source, its)
+        ours.settimeout(PATIENCE_S)
+        self._connection = Connection(ours)
+        self._reading = Connection(ours.dup(), max_rows * (boundary.token_bytes if boundary else 0) + _OTHER_BYTES)
+        """The same socket: a process may take longer to read while it computes than it may be silent."""
+        self._thread = threading.Thread(target=self._run, args=(start,), name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the process. `when_lost` is called if that fails, too."""
+        self._thread.start()
+
+    def _run(self, start: Callable[[], PartProcess]) -> None:
+        process, ended = None, ""
         try:
-            for rank in range(1, num_ranks):
-                ours, its = socket.socketpair()
-                ours.settimeout(PATIENCE_S)
-                lifeline, held = os.pipe()
-                self._connections.append(Connection(ours))
-                lifelines[lifeline] = rank
-                with its:
-                    processes.append(launch(its, self.memory, held))
-                os.close(held)
-        except BaseException as error:  # in __init__, nobody could be told
-            self.lost = f"rank {self._first + len(processes) + 1} could not be started: {error}"
-        has_started.set()
-        lost, how = self._await_loss(lifelines)
-        if not self._is_closing.is_set():
-            process = processes[lifelines[lost] - 1]
-            self._report(lifelines[lost], how or process.end())
-            if how:
-                process.end(0.0)  # it would not notice that its socket is closed
-        self._is_closing.wait()
-        for connection in self._connections:
-            connection.close()
-        for process in processes:
-            process.end()
-        for descriptor in (self._stop, *lifelines):
-            os.close(descriptor)
-        os.close(self.memory)
+            process = start()
+            ended = self._read()
+        except (OSError, ValueError) as error:  # of starting it, or of what it sends
+            ended = f"sends nonsense: {error}" if process else f"could not be started: {error}"
+        self._shut_down()
+        if process and not ended:
+            ended = process.end()
+        if not self._is_closing:
+            self.when_lost(f"{self.name} {ended}")
+        if process:
+            process.end(0.0)  # one that is silent would not notice that its socket is closed
 
-    def _await_loss(self, lifelines: Iterable[int]) -> tuple[int, str]:
-        """Wait until a rank ends, or falls silent after it has loaded. Returns its lifeline, and how long it has been
-        silent if it may live; or what `close` has closed."""
-        silent_s = dict[int, float]()
-        with selectors.DefaultSelector() as selector:
-            for descriptor in (self._stop, *lifelines):
-                selector.register(descriptor, selectors.EVENT_READ)
-            while True:
-                began_s = time.monotonic()
-                readable = [key.fd for key, _ in selector.select(_BEAT_S if silent_s else None)]
-                passed_s = min(_BEAT_S, time.monotonic() - began_s)  # no longer: this process may have been stopped
-                for descriptor in readable:
-                    if descriptor == self._stop or not os.read(descriptor, _MAX_BEATS):
-                        return descriptor, ""
-                    silent_s[descriptor] = -passed_s
-                for descriptor in silent_s:
-                    silent_s[descriptor] += passed_s
-                    if silent_s[descriptor] >= (limit_s := liveness.silence_s()):
-                        return descriptor, f"was silent for {limit_s:g} s"
+    def _read(self) -> str:
+        """Read what it sends until its end. Returns why nothing more is read, if the process has not ended."""
+        while self._reading.is_readable(limit_s := liveness.silence_s() if self._is_loaded else PATIENCE_S):
+            self._reading.socket.settimeout(limit_s)
+            try:
+                frame = self._reading.receive_frame()
+            except TimeoutError:
+                break
+            except OSError:
+                frame = None
+            if frame is None:
+                return ""
+            message = FROM_STAGE.decode(memoryview(frame)[8:])
+            self.num_progress += not isinstance(message, Beat) or message.has_computed
+            match message:
+                case Beat():
+                    pass
+                case States() | StepFailed():
+                    self._check(message)
+                    self.pass_on(frame, message)
+                case _:
+                    self._is_loaded = True
+                    self._answers.put(message)
+        return f"was silent for {limit_s:g} s"
 
-    def _report(self, rank: int, how: str) -> None:
-        self.lost = f"rank {self._first + rank} {how}"
-        logger.error("%s; without it this engine cannot go on", self.lost)
+    def _check(self, states: States | StepFailed) -> None:
+        if self._boundary is None:
+            raise ValueError("the outcome of a step, which only stages have")
+        if isinstance(states, StepFailed):
+            return
+        sizes = [len(each) for each in states.tensors]
+        wanted = [states.num_rows * self._boundary.row_bytes] * self._boundary.num_tensors
+        dtype = str(self._boundary.dtype).removeprefix("torch.")
+        if not 0 <= states.num_rows <= self._max_rows or sizes != wanted or states.dtype != dtype:
+            raise ValueError(
+                f"{states.num_rows} rows of {states.dtype} in {sizes} bytes, where at most {self._max_rows} of {dtype} "
+                f"in {wanted} bytes can come"
+            )
+
+    def send(self, frame: bytes) -> None:
+        """Send what `to_frame` made. Raises OSError if the process has ended."""
+        with self._sending:
+            self._connection.send_frame(frame)
+
+    def answer(self, timeout_s: float) -> StageReady | Done | Failed:
+        """The next answer. Raises Empty if none comes in time."""
+        return self._answers.get(timeout=timeout_s)
+
+    def begin_to_close(self) -> None:
+        """Let nothing that this process sends or should read keep another thread waiting."""
+        self._is_closing = True
+        self._shut_down()
+
+    def _shut_down(self) -> None:
+        """Let both ends read the end."""
+        try:
+            self._connection.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:  # the other end has closed it
+            logger.debug("%s has closed its socket", self.name)
+
+    def close(self) -> None:
+        """End the process, and wait for its end."""
+        self.begin_to_close()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._connection.close()
+        self._reading.close()
+
+
+def check_loaded(answers: Sequence[StageReady | Failed]) -> None:
+    """Raise what has failed where a model was loaded, or warn if the processors differ."""
+    from quire import kernels  # late, as it imports torch
+
+    for answer in answers:
+        if isinstance(answer, Failed):
+            raise error_named(answer.kind, answer.text)
+    isas = {answer.isa for answer in answers if isinstance(answer, StageReady)} | {kernels.isa()}
+    if len(isas) > 1:
+        logger.warning("different kernels (%s) compute one model: the output is not that of one of them alone", isas)
+
+
+def _launched(launch: Launch, its: socket.socket) -> PartProcess:
+    with its:
+        return launch(its)
+
+
+class Links:
+    """All stages before the engine's own; all other ranks of this machine; or all machines besides this one, if these
+    divide ranks."""
+
+    def __init__(
+        self,
+        boundaries: Sequence[Boundary | None],
+        max_rows: int,
+        sources: Sequence[Launch | socket.socket],
+        what: str = "stage",
+        first: int = 0,
+    ) -> None:
+        """Starts them. `boundaries`: what each gives to the next one. They are called `what`, and numbered from `first`
+        on."""
+        self.lost: str | None = None
+        """What has become of one that has ended by itself, or is silent."""
+        self.when_lost: Callable[[], object] = lambda: None
+        self._is_closed, self._has_lost = False, threading.Event()
+        self._arrived = SimpleQueue[States | StepFailed | None]()
+        self._links = [
+            Link(f"{what} {number}", source, boundary, max_rows)
+            for number, (boundary, source) in enumerate(zip(boundaries, sources, strict=True), start=first)
+        ]
+        for link, following in zip(self._links, [*self._links, None][1:], strict=True):
+            link.pass_on = self._arrive if following is None else self._relay(following)
+            link.when_lost = self._report
+        for link in self._links:
+            link.start()
+
+    @staticmethod
+    def _relay(following: Link) -> Callable[[bytes, States | StepFailed], None]:
+        def pass_on(frame: bytes, message: States | StepFailed) -> None:
+            try:
+                following.send(frame)
+            except OSError:  # its own thread reports that it has ended
+                logger.debug("%s cannot be reached", following.name)
+
+        return pass_on
+
+    def _arrive(self, frame: bytes, message: States | StepFailed) -> None:
+        self._arrived.put(message)
+
+    def _report(self, what: str) -> None:
+        if self.lost is not None or self._is_closed:
+            return
+        self.lost = what
         self._has_lost.set()
+        logger.error("%s; without it this engine cannot go on", what)
+        self._arrived.put(None)
         self.when_lost()
         if liveness.on_loss is not None:
             liveness.on_loss()
 
     def send(self, message: Message) -> None:
         """Send a message to all. Raises EngineBrokenError if one has ended."""
-        frame = to_frame(message)
-        for connection in self._connections:
-            self._check()
-            try:
-                connection.send_frame(frame)
-            except OSError as error:
-                self._has_lost.wait(EXIT_S)
-                raise EngineBrokenError(self.lost or f"a rank cannot be reached: {error}") from error
+        if self._links:
+            self._send_frames([to_frame(message)] * len(self._links))
 
     def send_each(self, messages: Sequence[Message]) -> None:
-        """Send each rank its own."""
-        self._check()
-        for connection, message in zip(self._connections, messages, strict=True):
-            connection.send(message)
+        """Send each its own message. Raises EngineBrokenError if one has ended."""
+        self._send_frames([to_frame(message) for message in messages])
 
-    def wait(self) -> list[Failed]:
-        """Wait until all have answered. Returns what has failed before they were done.
-
-        Raises EngineBrokenError if a rank ends, sends nonsense, or makes no progress for PATIENCE_S.
-        """
-        failures = []
-        for rank, connection in enumerate(self._connections, start=self._first + 1):
-            while not isinstance(answer := self._answer(rank, connection), Done):
-                failures.append(answer)
-        return failures
-
-    def _answer(self, rank: int, connection: Connection) -> Done | Failed:
-        waited_s = 0.0
-        while waited_s < PATIENCE_S:
-            self._check()
-            if not connection.is_readable(_TICK_S):
-                waited_s += _TICK_S
-                continue
+    def _send_frames(self, frames: Sequence[bytes]) -> None:
+        """The last one first, so that no stage gets the states of a step that it does not know."""
+        for link, frame in reversed(list(zip(self._links, frames, strict=True))):
+            self.check()
             try:
-                message = connection.receive(FROM_RANK)
-            except (OSError, ValueError) as error:
-                raise EngineBrokenError(self.lost or f"rank {rank} sends nonsense: {error}") from error
-            if message is None:
+                link.send(frame)
+            except OSError as error:
                 self._has_lost.wait(EXIT_S)
-                raise EngineBrokenError(self.lost or f"rank {rank} has closed its socket")
-            if not isinstance(message, Progress):
-                return message
-            waited_s = 0.0
-            liveness.num_kernel_events += 2
-        raise EngineBrokenError(f"rank {rank} made no progress for {PATIENCE_S:g} s")
+                raise EngineBrokenError(self.lost or f"{link.name} cannot be reached: {error}") from error
 
-    def _check(self) -> None:
+    def wait(self) -> list[StageReady | Failed]:
+        """Wait until all have answered. Returns what they were asked for, or what has failed before they were done.
+
+        Raises EngineBrokenError if one ends, sends nonsense, or makes no progress for PATIENCE_S.
+        """
+        return [answer for link in self._links for answer in self._answers_of(link)]
+
+    def _answers_of(self, link: Link) -> list[StageReady | Failed]:
+        answers, patience = list[StageReady | Failed](), self._patience(link.name)
+        while True:
+            try:
+                answer = link.answer(_TICK_S)
+            except Empty:
+                self.check()
+                patience()
+                continue
+            if isinstance(answer, Done):
+                return answers
+            answers.append(answer)
+
+    def states(self, number: int) -> States | StepFailed:
+        """Wait for what the stages have computed in the step of this number; that of earlier ones is dropped. Raises
+        EngineBrokenError as `wait`."""
+        patience = self._patience("the other stages")
+        while True:
+            self.check()
+            try:
+                message = self._arrived.get(timeout=_TICK_S)
+            except Empty:
+                patience()
+                continue
+            if message is not None and message.number == number:
+                return message
+
+    def _patience(self, awaited: str) -> Callable[[], None]:
+        """What is called now and then while this process waits. It raises EngineBrokenError after PATIENCE_S in which
+        none has made progress, and lets progress of theirs count as progress of this process."""
+        known, since_s = [link.num_progress for link in self._links], time.monotonic()
+
+        def check() -> None:
+            nonlocal known, since_s
+            now = [link.num_progress for link in self._links]
+            if now != known:
+                known, since_s = now, time.monotonic()
+                liveness.num_kernel_events += 2
+            elif time.monotonic() - since_s > PATIENCE_S:
+                raise EngineBrokenError(f"{awaited} made no progress for {PATIENCE_S:g} s")
+
+        return check
+
+    def check(self) -> None:
+        """Raise EngineBrokenError if one has ended."""
         if self.lost is not None:
             raise EngineBrokenError(self.lost)
 
     def close(self) -> None:
-        """End all ranks, and wait for their end."""
-        if not self._is_closing.is_set():
-            self._is_closing.set()
-            os.close(self._stopped)
-            self._watcher.join()
-            self.when_lost = lambda: None
-
-
-def _unnamed_file(num_bytes: int) -> int:
-    """The descriptor of a file of zeros in memory, which is gone when all have closed it."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("quire-ranks")
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
-    os.ftruncate(descriptor, num_bytes)
-    return descriptor
+        """End all, and wait for their end."""
+        self._is_closed = True
+        for link in self._links:
+            link.begin_to_close()
+        for link in self._links:
+            link.close()

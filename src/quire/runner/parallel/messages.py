@@ -23,7 +23,6 @@ class Start(Message):
     the engine, which decides the rest."""
 
     rank: int
-    num_ranks: int
     slot_bytes: int
     share: bytes
     """EngineConfig and KVCacheConfig, as `configs.to_bytes` writes them."""
@@ -80,12 +79,7 @@ class Failed(Message):
     text: str
 
 
-class Progress(Message):
-    """The rank is loading, and has come further."""
-
-
 ToRank: TypeAlias = Start | Step | DraftPass | LoadAdapter | UnloadAdapter | Restart
-FromRank: TypeAlias = Done | Failed | Progress
 _Sent = TypeVar("_Sent")
 
 
@@ -159,4 +153,3 @@ def to_frame(message: Message) -> bytes:
 
 
 TO_RANK: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, dec_hook=lambda kind, value: kind(value))
-FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

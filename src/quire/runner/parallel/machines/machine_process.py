@@ -11,71 +11,62 @@ import os
 import signal
 import socket
 import sys
-import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import msgspec
 
 from quire.common import liveness
-from quire.common.errors import EngineBrokenError, QuireError
-from quire.common.log import logger
-from quire.runner.parallel.links import ChildProcess, Launch
+from quire.common.errors import EngineBrokenError
+from quire.runner.parallel.links import ChildProcess, LaunchRank
 from quire.runner.parallel.machines.node import Own, on_this_machine
-from quire.runner.parallel.messages import TO_RANK, Connection, Done, Failed, Start
+from quire.runner.parallel.messages import TO_RANK, Connection, Done, Start
 from quire.runner.parallel.pipeline.messages import StageReady
-from quire.runner.parallel.pipeline.stage_process import Sender, beat
 from quire.runner.parallel.rank_process import Rank, share_of
+from quire.runner.parallel.sender import Sender
 
 
 def serve(
-    sock: socket.socket, wire: socket.socket, own: Own, launch: Launch = ChildProcess, *, pins: bool = True
+    sock: socket.socket, wire: socket.socket, own: Own, launch: LaunchRank = ChildProcess, *, pins: bool = True
 ) -> None:
     """Compute until the engine's process closes the socket. `pins`: whether this process may be bound to CPUs."""
     connection = Connection(sock)
-    sender, has_ended = Sender(connection, own), threading.Event()
+    sender = Sender(connection, "rank", own)
     start = connection.receive(TO_RANK)
     if not isinstance(start, Start):
         return
     liveness.hang_timeout_s = start.hang_timeout_s
     if pins and own.cpus:
         os.sched_setaffinity(0, own.cpus)  # before torch starts threads
-    threading.Thread(target=beat, args=(sender, has_ended), daemon=True).start()
-    try:
+    with sender.beating():
         _compute(start, own, connection, sender, wire, launch)
-    finally:
-        has_ended.set()
 
 
 def _compute(
-    start: Start, own: Own, connection: Connection, sender: Sender, wire: socket.socket, launch: Launch
+    start: Start, own: Own, connection: Connection, sender: Sender, wire: socket.socket, launch: LaunchRank
 ) -> None:
     from quire import kernels
     from quire.runner.parallel.own_ranks import OwnRanks
 
-    made = None
-    try:
+    ranks = None
+    with ExitStack() as stack:
         try:
             config, kv_cache = share_of(start)
             config = on_this_machine(config, kv_cache, own)
             count = config.parallel.tensor_parallel_size // own.num_machines
-            made = OwnRanks(config, count, first=start.rank, launch=launch)
-            made.load(kv_cache, [wire.fileno()])
-            failures = made.links.wait()
+            ranks = OwnRanks(config, count, first=start.rank, launch=launch)
+            stack.callback(ranks.close)
+            ranks.load(kv_cache, [wire.fileno()])
+            failures = ranks.links.wait()
         except Exception as error:
-            if not isinstance(error, QuireError):
-                logger.exception("a rank failed")
-            failures = [Failed(type(error).__name__, str(error))]
+            failures = [sender.failure(error)]
         for message in (*failures, StageReady(kernels.isa()), Done()):
             sender.send(message)
-        if made is None or failures:
+        if ranks is None or failures:
             connection.receive(TO_RANK)  # the engine's process closes the socket
             return
-        rank = Rank(sender, made.ranks, made.worker, made.links)
+        rank = Rank(sender, ranks.ranks, ranks.worker, ranks.links)
         while (asked := connection.receive(TO_RANK)) is not None:
             rank.handle(asked)
-    finally:
-        if made is not None:
-            made.links.close()
 
 
 def main(descriptor: int, wire: int, own: Own) -> None:

@@ -16,9 +16,9 @@ from quire.models.decoder.model import Decoder
 from quire.models.decoder.stages import boundary
 from quire.models.registry import class_of
 from quire.runner.parallel.configs import to_bytes
+from quire.runner.parallel.links import Launch, Links, StageProcess, check_loaded
 from quire.runner.parallel.machines.nodes import admit, fingerprint
-from quire.runner.parallel.messages import Failed, LoadAdapter, UnloadAdapter, to_frame
-from quire.runner.parallel.pipeline.links import Launch, StageLinks, StageProcess, check_loaded
+from quire.runner.parallel.messages import Failed, LoadAdapter, UnloadAdapter
 from quire.runner.parallel.pipeline.messages import StageStart, StageStep, StepFailed
 from quire.runner.parallel.pipeline.planning import stage_configs
 
@@ -68,7 +68,7 @@ class PipelineExecutor:
         nodes, sources = config.parallel.nodes, list[Launch | socket]([launch] * len(boundaries))
         if nodes is not None:
             sources = [sock for (sock,) in admit(nodes, fingerprint(config.model))]
-        links = self._links = StageLinks(boundaries, max_rows, sources)
+        links = self._links = Links(boundaries, max_rows, sources)
         self._finalizer = liveness.Finalizer(self, links.close)
         self.num_in_flight = len(configs)
         self._num_steps = 0
@@ -77,7 +77,7 @@ class PipelineExecutor:
         try:
             shares = [to_bytes(*share) for share in zip(configs, caches, strict=True)]
             starts = [StageStart(number, share, liveness.hang_timeout_s) for number, share in enumerate(shares[:-1])]
-            links.send_each([to_frame(start) for start in starts])
+            links.send_each(starts)
             self._own = make_stage(configs[-1], caches[-1])
             check_loaded(links.wait())
         except BaseException:

@@ -51,7 +51,7 @@ class StepFailed(Message):
 
 
 class Beat(Message):
-    """Once a second, from each stage."""
+    """Once a second, from each stage and rank."""
 
     has_computed: bool
     """Whether it has used its CPU since the last one."""

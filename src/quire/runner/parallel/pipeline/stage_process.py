@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -23,17 +22,13 @@ import msgspec
 
 from quire.common import liveness
 from quire.common.batch import Batch, decode
-from quire.common.errors import QuireError
 from quire.common.faults import fault_point
-from quire.common.log import logger
 from quire.config.args import EngineConfig
 from quire.config.kv_cache import KVCacheConfig
-from quire.runner.parallel.configs import from_bytes
 from quire.runner.parallel.machines.node import Own, on_this_machine
-from quire.runner.parallel.messages import Connection, Done, Failed, LoadAdapter, Message, UnloadAdapter
+from quire.runner.parallel.messages import Connection, Done, LoadAdapter, UnloadAdapter
 from quire.runner.parallel.pipeline.messages import (
     TO_STAGE,
-    Beat,
     StageReady,
     StageStart,
     StageStep,
@@ -41,52 +36,28 @@ from quire.runner.parallel.pipeline.messages import (
     StepFailed,
     ToStage,
 )
+from quire.runner.parallel.rank_process import share_of
+from quire.runner.parallel.sender import Sender
 
 if TYPE_CHECKING:
     from quire.runner.parallel.pipeline.executor import StageExecutor
-
-_BEAT_S = 1.0
-_MIN_CPU_S = 0.01
-"""Processor time between two beats: a process that has used less is waiting for something."""
-
-
-class Sender:
-    """The socket, to which two threads send."""
-
-    def __init__(self, connection: Connection, own: Own | None = None) -> None:
-        """`own`: what another machine decides by itself. What has failed there is in its log, and sent with its
-        number."""
-        self._connection, self._own, self._lock = connection, own, threading.Lock()
-
-    def send(self, message: Message) -> None:
-        """Send a message."""
-        if self._own is not None and isinstance(message, Failed):
-            logger.error("%s", message.text)
-            message = Failed(message.kind, f"machine {self._own.node_rank}: {message.text}")
-        with self._lock:
-            self._connection.send(message)
 
 
 def serve(sock: socket.socket, own: Own | None = None, *, pins: bool = True) -> None:
     """Compute until the engine's process closes the socket, with the config that it sends, or the parts of it that are
     this machine's `own`. `pins`: whether this process may be bound to the stage's CPUs."""
     connection = Connection(sock)
-    sender, has_ended = Sender(connection, own), threading.Event()
+    sender = Sender(connection, "stage", own)
     start = connection.receive(TO_STAGE)
     if not isinstance(start, StageStart):
         return
     liveness.hang_timeout_s = start.hang_timeout_s
-    config, kv_cache = from_bytes(start.share)
-    assert isinstance(config, EngineConfig)
-    assert isinstance(kv_cache, KVCacheConfig)
+    config, kv_cache = share_of(start)
     cpus = config.parallel.cpus if own is None else own.cpus
     if pins and cpus:
         os.sched_setaffinity(0, cpus)  # before torch starts threads
-    threading.Thread(target=beat, args=(sender, has_ended), daemon=True).start()
-    try:
+    with sender.beating():
         _compute(start.number, (config, kv_cache, own), connection, sender)
-    finally:
-        has_ended.set()
 
 
 def _compute(
@@ -101,8 +72,7 @@ def _compute(
             config = on_this_machine(config, kv_cache, own)
         executor = make_stage(config, kv_cache)
     except Exception as error:
-        _log(error)
-        sender.send(Failed(type(error).__name__, str(error)))
+        sender.send(sender.failure(error))
         sender.send(Done())
         connection.receive(TO_STAGE)  # the engine's process closes the socket
         return
@@ -138,17 +108,6 @@ def _arriving(connection: Connection) -> Iterator[ToStage]:
         yield message
 
 
-def beat(sender: Sender, has_ended: threading.Event) -> None:
-    """Show once a second that this process lives, and whether it has used its CPU."""
-    used_s = time.process_time()
-    while not has_ended.wait(_BEAT_S):
-        before_s, used_s = used_s, time.process_time()
-        try:
-            sender.send(Beat(used_s - before_s > _MIN_CPU_S))
-        except OSError:  # the engine's process has ended
-            return
-
-
 class Stage:
     """Does what the messages say."""
 
@@ -169,7 +128,8 @@ class Stage:
                 del self._waiting[number]
                 self._sender.send(message)
             case LoadAdapter() | UnloadAdapter():
-                self._answer(message)
+                self._sender.change_adapters(message, self._executor)
+                self._sender.send(Done())
             case StageStart():
                 raise ValueError("a stage starts once")
 
@@ -180,26 +140,10 @@ class Stage:
             self._executor.execute(batch, given.tensors)
             tensors = [memoryview(each) for each in self._executor.states()]
         except Exception as error:
-            _log(error)
-            self._sender.send(StepFailed(given.number, type(error).__name__, str(error)))
+            failure = self._sender.failure(error)
+            self._sender.send(StepFailed(given.number, failure.kind, failure.text))
             return
         self._sender.send(States(given.number, batch.num_tokens, self._dtype, tensors))
-
-    def _answer(self, message: LoadAdapter | UnloadAdapter) -> None:
-        try:
-            if isinstance(message, LoadAdapter):
-                self._executor.load_adapter(message.slot, message.folder, message.digest)
-            else:
-                self._executor.unload_adapter(message.slot)
-        except Exception as error:
-            _log(error)
-            self._sender.send(Failed(type(error).__name__, str(error)))
-        self._sender.send(Done())
-
-
-def _log(error: Exception) -> None:
-    if not isinstance(error, QuireError):
-        logger.exception("a stage failed")
 
 
 def main(descriptor: int, own: Own | None) -> None:
