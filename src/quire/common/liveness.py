@@ -1,11 +1,12 @@
-"""Signs of life between processes: progress of the kernels, and child processes that end with their parent."""
+"""Child processes, which end with their parent, and signs of life between processes: progress of the kernels."""
 
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.common.errors import EngineBrokenError
@@ -40,6 +41,36 @@ def end_with_parent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def follow_parent() -> None:
+    """Leave SIGINT and SIGTERM to the parent, which may finish its work first, and end with it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
+
+
+def start_child(
+    module: str, arguments: Sequence[str], descriptors: Sequence[int], variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Run a module in a child process that inherits these descriptors. `variables` are added to the environment."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *arguments],
+        stdin=subprocess.DEVNULL,
+        pass_fds=descriptors,
+        env=dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)), **(variables or {})),
+        start_new_session=True,  # Ctrl-C in a terminal reaches the parent alone
+    )
+
+
+def end_of(process: subprocess.Popen[bytes], patience_s: float) -> str:
+    """Wait for the end of a process whose socket was closed, and force it after this time. Returns what was the end."""
+    try:
+        status = process.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        status = process.wait()
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
 class Finalizer:

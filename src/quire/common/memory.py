@@ -32,7 +32,7 @@ def give_back_memory() -> None:
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Pause Python's search for cyclic garbage while modules are imported, which make many objects and no garbage.
+    """Pause Python's search for cyclic garbage while many objects and no garbage are made, as by imports of modules.
 
     Torch makes 200,000 objects; examining them again and again takes a sixth of the time of its import. Afterwards all
     objects belong to the oldest generation, unless the program has frozen some. Does nothing where the search is off.

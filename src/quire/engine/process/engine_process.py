@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import socket
 import sys
 import threading
@@ -348,9 +347,7 @@ def _lower_priority() -> None:
 
 def main(descriptor: int) -> None:
     """Serve the client whose socket has this file descriptor. Its first message has the engine's arguments."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the client handles them, and may finish its requests first
-        signal.signal(number, signal.SIG_IGN)
-    liveness.end_with_parent()
+    liveness.follow_parent()
     client = socket.socket(fileno=descriptor)
     client.set_inheritable(False)
     inbox: Inbox = SimpleQueue()
@@ -375,9 +372,8 @@ def main(descriptor: int) -> None:
         set_up_logging(start.log_format)
     try:
         with collection_paused():
-            from quire.engine.llm_engine import (
-                LLMEngine,
-            )  # imports torch, which takes a second: heartbeats start before
+            # It imports torch, which takes a second: heartbeats start before.
+            from quire.engine.llm_engine import LLMEngine
         args = EngineArgs(**start.args)
         if start.is_other_machine:
             run_node(args)  # until the client closes its socket: an engine that sleeps wakes up again

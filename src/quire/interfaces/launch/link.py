@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
+
+from quire.common.liveness import end_of, start_child
 
 READ_AHEAD_BYTES = 1024**2
 
@@ -109,7 +109,7 @@ class ProcessLink:
     async def end(self) -> str:
         """Close the socket, wait for the process to end, and return a description of how it ended."""
         self._writer.close()
-        await run_in_thread(_wait_for, self._process)
+        await run_in_thread(end_of, self._process, _EXIT_LIMIT_S)
         status = self._process.returncode
         ended = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
         return f"its process {ended}"
@@ -127,23 +127,7 @@ async def run_in_thread(call: Callable[..., object], *args: Any) -> None:
         await asyncio.shield(running)
 
 
-def _wait_for(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the end of a process whose socket was closed."""
-    try:
-        process.wait(_EXIT_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 def start_process(its: socket.socket, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the process in a session of its own, so that Ctrl-C in a terminal reaches only the client."""
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)), **variables)
+    """Start an engine process with its end of the socket, and these environment variables beside this process's."""
     descriptor = its.fileno()
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "quire.engine.process.engine_process", str(descriptor)],
-        stdin=subprocess.DEVNULL,
-        pass_fds=[descriptor],
-        env=environment,
-        start_new_session=True,
-    )
+    return start_child("quire.engine.process.engine_process", [str(descriptor)], [descriptor], variables)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from quire.interfaces.simulate.record import Moment, TenantFigures
+from quire.interfaces.simulate.record import Moment, Record, TenantFigures
 from quire.interfaces.simulate.simulator import Simulator
 
 _PERCENTILES = (50, 90, 99)
@@ -18,31 +18,40 @@ def report(simulator: Simulator) -> dict[str, Any]:
     found in the cache. `outputs_digest` is a hash of all outputs that does not depend on their order; it changes with
     the trace, but never with the schedule.
     """
-    record, blocks, scheduler = simulator.record, simulator.blocks, simulator.scheduler
-    num_tokens, stats = simulator.committer.num_generated_tokens, blocks.stats
-    by_swap = scheduler.preemptor.num_preemptions_by_swap
+    record, blocks, preemptor = simulator.record, simulator.blocks, simulator.scheduler.preemptor
+    by_swap = preemptor.num_preemptions_by_swap
     return {
-        "requests": len(record.total_s),
-        "ignored": record.num_ignored,
-        "steps": scheduler.num_steps,
-        "simulated_s": round(simulator.now_s, 3),
-        "output_tokens": num_tokens,
-        "output_tokens_per_s": round(num_tokens / max(simulator.now_s, 1e-9), 2),
-        **draft_figures([simulator]),
-        "first_token_s": percentiles(record.first_token_s),
-        "per_token_s": percentiles(record.per_token_s),
-        "total_s": percentiles(record.total_s),
-        "prefix_hit_rate": round(stats.hit_rate, 4),
-        "prefix_tokens": stats.to_dict(),
+        **run_figures([simulator], record, simulator.now_s, simulator.committer.num_generated_tokens),
+        "prefix_tokens": blocks.stats.to_dict(),
         "possible_hit_tokens": record.num_possible_hit_tokens,
         "hit_of_possible": share(record.num_hit_tokens, record.num_possible_hit_tokens),
-        "preemptions": {"recompute": scheduler.preemptor.num_preemptions - by_swap, "swap": by_swap},
+        "preemptions": {"recompute": preemptor.num_preemptions - by_swap, "swap": by_swap},
         "swapped_out_blocks": record.num_swapped_out_blocks,
         "swapped_in_blocks": record.num_swapped_in_blocks,
         **_memory(record.moments, blocks.block_size),
         "blocks": blocks.pool.num_blocks,
         "tenants": tenant_figures(record.tenants),
         "outputs_digest": f"{record.outputs_digest:032x}",
+    }
+
+
+def run_figures(
+    simulators: Sequence[Simulator], record: Record, seconds: float, num_output_tokens: int
+) -> dict[str, Any]:
+    """Return the figures of one engine's run or of a fleet's: throughput, drafts, latencies and hit rate, rounded."""
+    stats = [each.blocks.stats for each in simulators]
+    return {
+        "requests": len(record.total_s),
+        "ignored": record.num_ignored,
+        "steps": sum(each.scheduler.num_steps for each in simulators),
+        "simulated_s": round(seconds, 3),
+        "output_tokens": num_output_tokens,
+        "output_tokens_per_s": round(num_output_tokens / max(seconds, 1e-9), 2),
+        **_draft_figures(simulators),
+        "first_token_s": percentiles(record.first_token_s),
+        "per_token_s": percentiles(record.per_token_s),
+        "total_s": percentiles(record.total_s),
+        "prefix_hit_rate": share(sum(s.num_hit_tokens for s in stats), sum(s.num_queried_tokens for s in stats)),
     }
 
 
@@ -57,7 +66,7 @@ def _memory(moments: Sequence[Moment], block_size: int) -> dict[str, float]:
     }
 
 
-def draft_figures(simulators: Sequence[Simulator]) -> dict[str, int]:
+def _draft_figures(simulators: Sequence[Simulator]) -> dict[str, int]:
     """Return how many tokens were drafted, and how many of them were accepted."""
     every = [each.scheduler.drafting for each in simulators]
     counts = [count for drafting in every if drafting is not None for count in drafting.stats.values()]

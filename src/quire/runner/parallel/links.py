@@ -5,11 +5,7 @@ They are the other ranks of this machine, the stages before the engine's own, or
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from quire.common import liveness
 from quire.common.errors import EngineBrokenError, error_named
+from quire.common.liveness import end_of, start_child
 from quire.common.log import logger
 from quire.runner.parallel.messages import Connection, Done, Failed, Message, to_frame
 from quire.runner.parallel.pipeline.messages import FROM_STAGE, Beat, StageReady, States, StepFailed
@@ -50,17 +47,6 @@ LaunchRank = Callable[[socket.socket, int], PartProcess]
 """Starts a rank with its end of the socket, and the descriptor of the memory that the ranks of this machine share."""
 
 
-def start_child(module: str, arguments: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Run a module in a child process that inherits these descriptors."""
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *arguments],
-        stdin=subprocess.DEVNULL,
-        pass_fds=descriptors,
-        env=dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
-        start_new_session=True,  # Ctrl-C in a terminal reaches rank 0 alone
-    )
-
-
 class ChildProcess:
     """A rank in a child process."""
 
@@ -71,16 +57,6 @@ class ChildProcess:
     def end(self, patience_s: float = EXIT_S) -> str:
         """As PartProcess."""
         return end_of(self._process, patience_s)
-
-
-def end_of(process: subprocess.Popen[bytes], patience_s: float = EXIT_S) -> str:
-    """Wait for the end of a process whose socket was closed, and force it after this time. Returns what was the end."""
-    try:
-        status = process.wait(patience_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        status = process.wait()
-    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
 class StageProcess(ChildProcess):

@@ -8,6 +8,7 @@ from pathlib import Path
 from quire.common.errors import ConfigError
 from quire.config.args import EngineConfig
 from quire.config.machine import cpu_quota, neighbours_first
+from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig, Shard, shares
 from quire.kernels.backends.native.ranks import native_backend
 from quire.models.weights.usage import weight_use
@@ -19,6 +20,15 @@ def check_ranks(config: EngineConfig) -> None:
     if num_ranks == 1:
         return
     native_backend()
+    check_divisible(model, f"tensor_parallel_size={num_ranks}")
+    if config.parallel.enable_expert_parallel and not weight_use(config.model).expert_bytes:
+        raise ConfigError(f"enable_expert_parallel=True: {config.model.architecture} has no experts; leave it out")
+    if config.parallel.pipeline_parallel_size == 1 or config.parallel.nodes is not None:  # or else stages share CPUs
+        rank_threads(replace(config.parallel, pipeline_parallel_size=1), Shard(0, config.parallel.own_ranks))
+
+
+def check_divisible(model: ModelConfig, given: str) -> None:
+    """Raise ConfigError for a model of which no process can have a part. `given` asks for several processes."""
     unsupported = {
         "models that pool texts (runner='pooling')": model.runner == "pooling",
         "modules of transformers (model_impl='transformers')": model.model_impl == "transformers",
@@ -26,11 +36,7 @@ def check_ranks(config: EngineConfig) -> None:
     }
     for what, is_given in unsupported.items():
         if is_given:
-            raise ConfigError(f"tensor_parallel_size={num_ranks}: {what} run in one process each; leave it at 1")
-    if config.parallel.enable_expert_parallel and not weight_use(config.model).expert_bytes:
-        raise ConfigError(f"enable_expert_parallel=True: {config.model.architecture} has no experts; leave it out")
-    if config.parallel.pipeline_parallel_size == 1 or config.parallel.nodes is not None:  # or else stages share CPUs
-        rank_threads(replace(config.parallel, pipeline_parallel_size=1), Shard(0, config.parallel.own_ranks))
+            raise ConfigError(f"{given}: {what} run in one process each; leave it at 1")
 
 
 def rank_threads(parallel: ParallelConfig, shard: Shard) -> ParallelConfig:

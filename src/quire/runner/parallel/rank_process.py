@@ -7,7 +7,6 @@ closes the socket, or ends itself.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 from contextlib import suppress
@@ -127,9 +126,7 @@ def _was_stopped(error: Exception) -> bool:
 
 def main(descriptor: int, memory: int) -> None:
     """Serve rank 0, whose socket has this file descriptor."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 handles them
-        signal.signal(number, signal.SIG_IGN)
-    liveness.end_with_parent()
+    liveness.follow_parent()
     with suppress(BrokenPipeError, ConnectionResetError):  # rank 0 has ended
         serve(socket.socket(fileno=descriptor), memory)
 

@@ -28,9 +28,8 @@ class CallableTokenizer:
         self.bos_token, self.eos_token, self.pad_token, self.unk_token = (
             tokenizer.special_tokens.get(role) for role in ("bos_token", "eos_token", "pad_token", "unk_token")
         )
-        self.bos_token_id, self.eos_token_id, self.pad_token_id = (
-            tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id,
-        )  # fmt: skip
+        self.bos_token_id, self.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        self.pad_token_id = tokenizer.pad_token_id
         self.unk_token_id = None if self.unk_token is None else tokenizer.vocabulary.get(self.unk_token)
         self.chat_template = tokenizer.chat_templates.get("default")
 
@@ -68,13 +67,9 @@ class CallableTokenizer:
         texts = [text] if isinstance(text, str) else text
         ids = [self.encode(each, add_special_tokens, truncation=truncation, max_length=max_length) for each in texts]
         masks = [[1] * len(each) for each in ids]
-        return Encoding(
-            zip(
-                ("input_ids", "attention_mask"),
-                (ids[0], masks[0]) if isinstance(text, str) else (ids, masks),
-                strict=True,
-            )
-        )
+        if isinstance(text, str):
+            return Encoding(input_ids=ids[0], attention_mask=masks[0])
+        return Encoding(input_ids=ids, attention_mask=masks)
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, truncation: bool = False, max_length: int | None = None
@@ -107,11 +102,9 @@ class CallableTokenizer:
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
         """Return the id of a token, or those of several; that of the unknown token, or None, for others."""
         find = self.tokenizer.vocabulary.get
-        return (
-            find(tokens, self.unk_token_id)
-            if isinstance(tokens, str)
-            else [find(each, self.unk_token_id) for each in tokens]
-        )
+        if isinstance(tokens, str):
+            return find(tokens, self.unk_token_id)
+        return [find(each, self.unk_token_id) for each in tokens]
 
     def apply_chat_template(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.interfaces.simulate.fleet.simulator import FleetSimulator
-from quire.interfaces.simulate.report import draft_figures, percentiles, share, tenant_figures
+from quire.interfaces.simulate.report import run_figures, share, tenant_figures
 
 
 def fleet_report(fleet: FleetSimulator) -> dict[str, Any]:
@@ -14,20 +14,9 @@ def fleet_report(fleet: FleetSimulator) -> dict[str, Any]:
     `busiest_to_idlest` compares the tokens computed by those of the first engines that lived to the end.
     """
     record, engines = fleet.record, [*fleet.gone, *fleet.engines.values()]
-    stats = [engine.simulator.blocks.stats for engine in engines]
     work: list[int] = [engine.num_tokens for engine in fleet.engines.values() if engine.ready_s == 0]
     return {
-        "requests": len(record.total_s),
-        "ignored": record.num_ignored,
-        "steps": sum(engine.simulator.scheduler.num_steps for engine in engines),
-        "simulated_s": round(fleet.now_s, 3),
-        "output_tokens": record.num_output_tokens,
-        "output_tokens_per_s": round(record.num_output_tokens / max(fleet.now_s, 1e-9), 2),
-        **draft_figures([engine.simulator for engine in engines]),
-        "first_token_s": percentiles(record.first_token_s),
-        "per_token_s": percentiles(record.per_token_s),
-        "total_s": percentiles(record.total_s),
-        "prefix_hit_rate": share(sum(s.num_hit_tokens for s in stats), sum(s.num_queried_tokens for s in stats)),
+        **run_figures([engine.simulator for engine in engines], record, fleet.now_s, record.num_output_tokens),
         "hit_of_possible": share(record.num_hit_tokens, record.num_possible_hit_tokens),
         "engines": len(fleet.engines),
         "engine_s": round(fleet.engine_s, 3),

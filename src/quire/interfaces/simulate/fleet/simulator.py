@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 
+from quire.common.memory import collection_paused
 from quire.engine.requests.sequence import SequenceGroup
 from quire.engine.routing.router import Route, Router
 from quire.interfaces.simulate.arrivals import Arrivals
@@ -117,11 +116,8 @@ class FleetSimulator:
         with prompts_ahead(make_trace, _KEY, self._block_size) as prompts:
             return self._run(prompts)
 
+    @collection_paused()  # a run leaves no cycles of objects: looking for them would take a tenth of its time
     def _run(self, prompts: Prompts) -> Record:
-        with _without_collector():
-            return self._run_all(prompts)
-
-    def _run_all(self, prompts: Prompts) -> Record:
         self._prompts, self.arrivals = prompts, Arrivals(prompts.trace)
         for engine in self.engines.values():
             engine.simulator.arrivals = self.arrivals
@@ -311,18 +307,6 @@ class FleetSimulator:
                 self.draining.add(engine.number)
                 if not engine.routes:
                     self._remove(engine)
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """A run leaves no cycles of objects: looking for them would take a tenth of its time and find none."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _num_output_tokens(simulator: Simulator, request_id: str) -> int:

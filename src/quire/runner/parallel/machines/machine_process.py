@@ -8,7 +8,6 @@ closes them, or ends itself.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 from contextlib import ExitStack, suppress
@@ -71,9 +70,7 @@ def _compute(
 
 def main(descriptor: int, wire: int, own: Own) -> None:
     """Serve the engine's process, whose connections have these file descriptors."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the engine's process handles them
-        signal.signal(number, signal.SIG_IGN)
-    liveness.end_with_parent()
+    liveness.follow_parent()
     sock = socket.socket(fileno=descriptor)
     liveness.on_loss = lambda: sock.shutdown(socket.SHUT_RDWR)
     # The engine's process, the link, or another rank of this machine has ended.

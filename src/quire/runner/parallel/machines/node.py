@@ -12,13 +12,14 @@ from typing import NoReturn
 import msgspec
 
 from quire.common.errors import ConfigError, OutOfMemoryError
+from quire.common.liveness import end_of, start_child
 from quire.common.log import logger, show_messages
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.kv_cache import KVCacheConfig
 from quire.config.machine import format_bytes, machine_memory
 from quire.config.model import ModelConfig
 from quire.config.parallel import NodesConfig
-from quire.runner.parallel.links import end_of, start_child
+from quire.runner.parallel.links import EXIT_S
 from quire.runner.parallel.machines.nodes import fingerprint, join
 
 _TICK_MS = 100
@@ -98,7 +99,7 @@ def part_of(args: EngineArgs) -> Callable[[], None]:
             given = [*map(str, descriptors), msgspec.json.encode(own).decode()]
             process = start_child(f"quire.runner.parallel.{module}", given, descriptors)
             _await_end(process, sockets[0])
-        logger.info("the process that computes for machine 0 %s", end_of(process))
+        logger.info("the process that computes for machine 0 %s", end_of(process, EXIT_S))
 
     return run
 

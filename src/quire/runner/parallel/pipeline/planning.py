@@ -8,7 +8,7 @@ from quire.config.parallel import ParallelConfig, Shard, divide_layers
 from quire.models.decoder.model import Decoder
 from quire.models.registry import class_of
 from quire.models.weights.usage import layer_bytes, weight_use
-from quire.runner.parallel.placing import rank_threads
+from quire.runner.parallel.placing import check_divisible, rank_threads
 
 
 def divided(config: EngineConfig) -> EngineConfig:
@@ -22,18 +22,12 @@ def divided(config: EngineConfig) -> EngineConfig:
         )
     if num_stages == 1:
         return config
-    unsupported = {
-        "models that pool texts (runner='pooling') run in one process each": model.runner == "pooling",
-        "modules of transformers (model_impl='transformers') run in one process each": model.model_impl
-        == "transformers",
-        "weights that stay in a file (weights_from_file='always') run in one process each": model.weights_from_file
-        == "always",
-        "a draft head (speculative_config) reads hidden states of several stages": config.draft is not None
-        and config.draft.head is not None,
-    }
-    for what, is_given in unsupported.items():
-        if is_given:
-            raise ConfigError(f"pipeline_parallel_size={num_stages}: {what}; leave it at 1")
+    check_divisible(model, f"pipeline_parallel_size={num_stages}")
+    if config.draft is not None and config.draft.head is not None:
+        raise ConfigError(
+            f"pipeline_parallel_size={num_stages}: a draft head (speculative_config) reads hidden states of several "
+            "stages; leave it at 1"
+        )
     if not issubclass(class_of(model), Decoder):
         raise ConfigError(f"pipeline_parallel_size={num_stages}: {model.architecture} has no layers to be divided")
     sizes = layer_bytes(model)

@@ -8,7 +8,6 @@ itself.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import threading
@@ -148,9 +147,7 @@ class Stage:
 
 def main(descriptor: int, own: Own | None) -> None:
     """Serve the engine's process, whose socket has this file descriptor."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the engine's process handles them
-        signal.signal(number, signal.SIG_IGN)
-    liveness.end_with_parent()
+    liveness.follow_parent()
     sock = socket.socket(fileno=descriptor)
     liveness.on_loss = lambda: sock.shutdown(socket.SHUT_RDWR)  # a rank of this stage has ended
     with suppress(BrokenPipeError, ConnectionResetError, TimeoutError):  # the engine's process or the link has ended
