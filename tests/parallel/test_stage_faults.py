@@ -24,10 +24,10 @@ from quire.runner import executor as executors
 from quire.runner.memory_plan import plan_memory
 from quire.runner.parallel import links, sender
 from quire.runner.parallel.configs import to_bytes
-from quire.runner.parallel.messages import Connection, Done, Failed
+from quire.runner.parallel.messages import Connection, Done, Failed, Start
 from quire.runner.parallel.pipeline import stage_process
 from quire.runner.parallel.pipeline.executor import PipelineExecutor
-from quire.runner.parallel.pipeline.messages import FROM_STAGE, StageStart, StageStep, States
+from quire.runner.parallel.pipeline.messages import FROM_STAGE, StageStep, States
 from tests import forks
 from tests.async_llm import door as door_module
 from tests.async_llm.door import Door
@@ -164,7 +164,7 @@ def answers_again(llm: LLM) -> None:
         (lambda s: States(s.number, 10**9, s.dtype, []), "1000000000 rows of bfloat16 in"),
         (lambda s: States(s.number, 0, s.dtype, [memoryview(b"")] * 2), "a stage computed 0 rows of"),
         (lambda s: States(s.number, s.num_rows, s.dtype, [memoryview(bytes(2**26))]), "a frame of 67108[0-9]+ bytes"),
-        (lambda s: stage_process.StageStart(1, b""), "Invalid value 'StageStart'"),
+        (lambda s: Start(1, b""), "Invalid value 'Start'"),
     ],
 )
 def test_a_stage_that_sends_nonsense_ends_the_engine(
@@ -238,7 +238,7 @@ def test_a_stage_reads_the_states_of_the_steps_that_follow_while_it_computes(mon
     ours, its = socket.socketpair()
     ours.settimeout(10.0)
     stage, engine = ThreadStage(its), Connection(ours)
-    engine.send(StageStart(1, to_bytes(plan.config, plan.kv_cache)))
+    engine.send(Start(1, to_bytes(plan.config, plan.kv_cache)))
     for number in range(3):
         engine.send(StageStep(number, encode(Batch(number, ()))))
     for number in range(3):

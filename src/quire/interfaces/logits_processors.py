@@ -107,13 +107,15 @@ def process_dict_updates(
     new_state: Callable[[SamplingParams, list[int] | None, list[int]], _State | None],
 ) -> bool:
     """Keep the states of rows by row, of which `new_state` makes those of new ones. Returns whether any has changed."""
+    if batch_update is None:
+        return False
     before = dict(req_entries)
-    for row, params, prompt_token_ids, output_token_ids in () if batch_update is None else batch_update.added:
+    for row, params, prompt_token_ids, output_token_ids in batch_update.added:
         state = new_state(params, prompt_token_ids, output_token_ids)
         req_entries.pop(row, None)
         if state is not None:
             req_entries[row] = state
-    for row in () if batch_update is None else batch_update.removed:
+    for row in batch_update.removed:
         req_entries.pop(row, None)
     return req_entries != before
 

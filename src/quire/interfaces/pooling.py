@@ -33,6 +33,7 @@ from quire.common.params import PoolingParams, PoolingTask
 from quire.common.params.checks import check_flag
 from quire.engine.requests.input_processor import Prompt
 from quire.engine.requests.pooling import CheckedPrompt, PoolingInputs
+from quire.interfaces.prompts import check_number
 from quire.text.tokenizer.tokenizer import Tokenizer
 
 PIECE = 64
@@ -244,8 +245,5 @@ def pooling_params(
     made = [replace(params, **replaced) for params in listed]
     if not isinstance(given, Sequence):
         return made * num_prompts
-    if len(made) != num_prompts:
-        raise InvalidParamsError(
-            f"{len(made)} pooling_params for {num_prompts} prompts: give one for all, or one for each"
-        )
+    check_number(len(made), "pooling_params", num_prompts)
     return made

@@ -28,15 +28,18 @@ from quire.engine.requests.input_processor import Prompt
 from quire.text.tokenizer.tokenizer import Tokenizer
 
 
+def check_number(number: int, what: str, num_prompts: int, allowed: str = "one for all, or one for each") -> None:
+    """Raise InvalidParamsError unless there is one of these for each prompt."""
+    if number != num_prompts:
+        raise InvalidParamsError(f"{number} {what} for {num_prompts} prompts: give {allowed}")
+
+
 def prioritized(params: list[SamplingParams], priority: int | Sequence[int] | None) -> list[SamplingParams]:
     """Return the parameters with these priorities. Raises InvalidParamsError if their number is another."""
     if priority is None:
         return params
     listed = list(priority) if isinstance(priority, Iterable) else [priority] * len(params)
-    if len(listed) != len(params):
-        raise InvalidParamsError(
-            f"{len(listed)} priorities for {len(params)} prompts: give one for all, or one for each"
-        )
+    check_number(len(listed), "priorities", len(params))
     return [replace(each, priority=number) for each, number in zip(params, listed, strict=True)]
 
 
@@ -63,10 +66,7 @@ def params_per_prompt(given: Any, num_prompts: int) -> list[SamplingParams]:
     for params in listed:
         if not isinstance(params, SamplingParams):
             raise InvalidParamsError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
-    if len(listed) != num_prompts:
-        raise InvalidParamsError(
-            f"{len(listed)} sampling_params for {num_prompts} prompts: give one for all, or one for each"
-        )
+    check_number(len(listed), "sampling_params", num_prompts)
     return [replace(params, output_kind="final_only") for params in listed]
 
 
@@ -74,10 +74,7 @@ def adapters_of(lora_request: AnyAdapter | Sequence[AnyAdapter], num_prompts: in
     """Return the adapter of each prompt. Raises InvalidParamsError if a list has another length."""
     if lora_request is None or not isinstance(lora_request, Sequence):
         return [lora_request] * num_prompts
-    if len(lora_request) != num_prompts:
-        raise InvalidParamsError(
-            f"{len(lora_request)} lora_requests for {num_prompts} prompts: give one for all, or one or None for each"
-        )
+    check_number(len(lora_request), "lora_requests", num_prompts, "one for all, or one or None for each")
     return list(lora_request)
 
 

@@ -66,15 +66,7 @@ class Dispatcher:
         if len(self.tables) > 1:
             table.engine.send(ShareHashes(self._hash_key))
 
-    def add(self, checked: CheckedRequest, params: AnyParams | None = None, *, holds: bool = False) -> RequestState:
-        """Send a request to an engine; without `params` it is only scored. Raises RequestError or EngineDeadError, and
-        then sends nothing. If it `holds`, the request waits for the next engine while none runs, whatever others do.
-
-        Parameters without a seed get one here, so that every engine samples the same tokens for them.
-        """
-        return self.add_all([checked], params, asyncio.Event(), holds=holds)[0]
-
-    def add_all(
+    def add(
         self,
         checked: Sequence[CheckedRequest],
         params: AnyParams | None,
@@ -82,8 +74,12 @@ class Dispatcher:
         *,
         holds: bool = False,
     ) -> list[RequestState]:
-        """As `add`, for several requests whose caller awaits the same event. Pooling requests are one message for each
-        engine."""
+        """Send requests to engines, whose caller awaits the event `changed`; without `params` they are only scored.
+        Pooling requests are one message for each engine. If one `holds`, it waits for the next engine while none runs,
+        whatever others do. Raises RequestError or EngineDeadError, and then sends nothing.
+
+        Parameters without a seed get one here, so that every engine samples the same tokens for them.
+        """
         first, self._num_keys = self._num_keys, self._num_keys + len(checked)
         request_ids = [each.outputs.request_id for each in checked]
         for request_id in request_ids:

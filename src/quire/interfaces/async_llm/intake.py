@@ -51,7 +51,7 @@ class Intake:
                 [prompt for prompt in (context, continuation) if prompt is not None],
                 lambda: self._inputs.scoring_request(request_id, context, continuation, now, adapter),
             )
-        return self._requests.add(checked)
+        return self._requests.add([checked], None, asyncio.Event())[0]
 
     async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text."""
@@ -115,7 +115,7 @@ class Intake:
             return made
 
         checked = await _in_thread([*prompts, getattr(params, "prediction", None) or ""], check)
-        return self._requests.add_all(checked, params, changed, holds=holds)
+        return self._requests.add(checked, params, changed, holds=holds)
 
 
 async def _in_thread(prompts: Sequence[Prompt], make: Callable[[], _T]) -> _T:

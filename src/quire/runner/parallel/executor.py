@@ -53,7 +53,7 @@ class RanksExecutor:
         try:
             share = to_bytes(config, kv_cache)
             limit_s = liveness.hang_timeout_s
-            starts = [Start(count * (1 + number), 0, share, limit_s) for number in range(len(joined))]
+            starts = [Start(count * (1 + number), share, hang_timeout_s=limit_s) for number in range(len(joined))]
             machines.send_each(starts)
             own.load(kv_cache, [wire.fileno() for wire in wires])
             self._ranks, self._worker, self._cpus = own.ranks, own.worker, own.cpus
@@ -93,7 +93,7 @@ class RanksExecutor:
         self._links.send(message)
 
     def _wait(self) -> list[Failed]:
-        return [each for each in (*self._links.wait(), *self._machines.wait()) if isinstance(each, Failed)]
+        return [*self._links.failures(), *self._machines.failures()]
 
     def _begin_anew(self) -> list[Failed]:
         """Bring all ranks out of what they are computing. Returns what failed in them."""

@@ -291,6 +291,10 @@ class Links:
         """
         return [answer for link in self._links for answer in self._answers_of(link)]
 
+    def failures(self) -> list[Failed]:
+        """As `wait`, what has failed alone."""
+        return [answer for answer in self.wait() if isinstance(answer, Failed)]
+
     def _answers_of(self, link: Link) -> list[StageReady | Failed]:
         answers, patience = list[StageReady | Failed](), self._patience(link.name)
         while True:

@@ -19,15 +19,16 @@ class Message(msgspec.Struct, tag=True):
 
 
 class Start(Message):
-    """The first message: what the rank is, and its share of the engine; to the first rank of another machine all of
-    the engine, which decides the rest."""
+    """The first message to a rank or a stage: which one it is, and its share of the engine; to the first rank of
+    another machine all of the engine, which decides the rest."""
 
-    rank: int
-    slot_bytes: int
+    number: int
     share: bytes
     """EngineConfig and KVCacheConfig, as `configs.to_bytes` writes them."""
+    slot_bytes: int = 0
+    """Of what ranks gather at once; the first rank of another machine decides it."""
     hang_timeout_s: float | None = None
-    """As in `liveness`, of the engine; needed by the first rank of another machine alone."""
+    """As in `liveness`, of the engine; not needed by a rank that another one has started."""
 
 
 class Step(Message):

@@ -65,7 +65,7 @@ class OwnRanks:
         self.cpus = configs[0].parallel.cpus
         caches = [kv_cache.of_rank(shard) for shard in shards]
         shares = [to_bytes(*share) for share in zip(configs, caches, strict=True)]
-        starts = [Start(s.rank, self._slot_bytes, share) for s, share in zip(shards, shares, strict=True)]
+        starts = [Start(s.rank, share, self._slot_bytes) for s, share in zip(shards, shares, strict=True)]
         self.links.send_each(starts[1:])
         own = (self._first, self._first + count) if sockets else None
         self.ranks = kernels.Ranks.join(

@@ -30,7 +30,6 @@ from quire.runner.parallel.messages import (
     ToRank,
     UnloadAdapter,
 )
-from quire.runner.parallel.pipeline.messages import StageStart
 from quire.runner.parallel.sender import Sender
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def serve(sock: socket.socket, memory: int, *, pins: bool = True) -> None:
         from quire import kernels
         from quire.runner.worker import make_worker
 
-        ranks = kernels.Ranks.join(config.parallel.shard(start.rank), memory, start.slot_bytes)
+        ranks = kernels.Ranks.join(config.parallel.shard(start.number), memory, start.slot_bytes)
         try:
             rank = Rank(sender, ranks, make_worker(config, kv_cache, ranks))
         except Exception as error:
@@ -66,7 +65,7 @@ def serve(sock: socket.socket, memory: int, *, pins: bool = True) -> None:
             rank.handle(message)
 
 
-def share_of(start: Start | StageStart) -> tuple[EngineConfig, KVCacheConfig]:
+def share_of(start: Start) -> tuple[EngineConfig, KVCacheConfig]:
     """What the message says about the engine."""
     config, kv_cache = from_bytes(start.share)
     assert isinstance(config, EngineConfig)

@@ -98,10 +98,8 @@ class ChatTemplate:
             ) from error
 
 
-@lru_cache(maxsize=16)
-def compile_chat_template(source: str) -> ChatTemplate:
-    """Return the template of `source`, which is compiled once."""
-    return ChatTemplate(source)
+compile_chat_template = lru_cache(maxsize=16)(ChatTemplate)
+"""Returns the template of a source, which is compiled once."""
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -73,7 +73,5 @@ class StopStrings:
                 waiting.append(child)
 
 
-@lru_cache(maxsize=16)
-def stop_strings(strings: tuple[str, ...]) -> StopStrings:
-    """Return the automaton for `strings`, shared between requests."""
-    return StopStrings(strings)
+stop_strings = lru_cache(maxsize=16)(StopStrings)
+"""Returns the automaton for a tuple of strings, which requests share."""

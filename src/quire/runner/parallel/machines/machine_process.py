@@ -52,7 +52,7 @@ def _compute(
             config, kv_cache = share_of(start)
             config = on_this_machine(config, kv_cache, own)
             count = config.parallel.tensor_parallel_size // own.num_machines
-            ranks = OwnRanks(config, count, first=start.rank, launch=launch)
+            ranks = OwnRanks(config, count, first=start.number, launch=launch)
             stack.callback(ranks.close)
             ranks.load(kv_cache, [wire.fileno()])
             failures = ranks.links.wait()

@@ -1,10 +1,9 @@
 """The engine's process of a pipeline: it has the last stage, so what is drawn needs no way back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from socket import socket
-from typing import Protocol
 
 from quire.common import liveness
 from quire.common.batch import Batch, StepResult, encode
@@ -16,32 +15,16 @@ from quire.models.decoder.model import Decoder
 from quire.models.decoder.stages import boundary
 from quire.models.registry import class_of
 from quire.runner.parallel.configs import to_bytes
+from quire.runner.parallel.executor import RanksExecutor
 from quire.runner.parallel.links import Launch, Links, StageProcess, check_loaded
 from quire.runner.parallel.machines.nodes import admit, fingerprint
-from quire.runner.parallel.messages import Failed, LoadAdapter, UnloadAdapter
-from quire.runner.parallel.pipeline.messages import StageStart, StageStep, StepFailed
+from quire.runner.parallel.messages import LoadAdapter, Start, UnloadAdapter
+from quire.runner.parallel.pipeline.messages import StageStep, StepFailed
 from quire.runner.parallel.pipeline.planning import stage_configs
+from quire.runner.worker import Worker
 
-
-class StageExecutor(Protocol):
-    """Computes the layers of one stage: a Worker, or ranks that divide them."""
-
-    def execute(self, batch: Batch, states: Sequence[bytes | memoryview] = ()) -> StepResult:
-        """As Worker."""
-
-    def states(self) -> Sequence[bytes | memoryview]:
-        """As Worker."""
-
-    def load_adapter(self, slot: int, folder: Path, digest: str | None = None) -> None:
-        """As Executor."""
-
-    def unload_adapter(self, slot: int) -> None:
-        """As Executor."""
-
-    def close(self) -> None:
-        """As Executor."""
-
-
+StageExecutor = Worker | RanksExecutor
+"""Computes the layers of one stage."""
 MakeStage = Callable[[EngineConfig, KVCacheConfig], StageExecutor]
 
 
@@ -76,7 +59,9 @@ class PipelineExecutor:
         self._own: StageExecutor | None = None
         try:
             shares = [to_bytes(*share) for share in zip(configs, caches, strict=True)]
-            starts = [StageStart(number, share, liveness.hang_timeout_s) for number, share in enumerate(shares[:-1])]
+            starts = [
+                Start(number, share, hang_timeout_s=liveness.hang_timeout_s) for number, share in enumerate(shares[:-1])
+            ]
             links.send_each(starts)
             self._own = make_stage(configs[-1], caches[-1])
             check_loaded(links.wait())
@@ -114,7 +99,7 @@ class PipelineExecutor:
         self._finalizer.check()
         self._stage.load_adapter(slot, folder, digest)
         self._links.send(LoadAdapter(slot, folder, digest))
-        if failures := self._failures():
+        if failures := self._links.failures():
             self.unload_adapter(slot)
             raise error_named(failures[0].kind, failures[0].text)
 
@@ -123,11 +108,8 @@ class PipelineExecutor:
         self._finalizer.check()
         self._stage.unload_adapter(slot)
         self._links.send(UnloadAdapter(slot))
-        if failures := self._failures():
+        if failures := self._links.failures():
             raise EngineBrokenError(f"a stage could not unload an adapter: {failures[0].text}")
-
-    def _failures(self) -> list[Failed]:
-        return [answer for answer in self._links.wait() if isinstance(answer, Failed)]
 
     def close(self) -> None:
         """End the other stages, and the ranks of this one."""

@@ -4,17 +4,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from quire.runner.parallel.messages import Done, Failed, LoadAdapter, Message, UnloadAdapter
-
-
-class StageStart(Message):
-    """The first message: which stage it is, and its share of the engine."""
-
-    number: int
-    share: bytes
-    """EngineConfig and KVCacheConfig, as `configs.to_bytes` writes them."""
-    hang_timeout_s: float | None = None
-    """As in `liveness`, of the engine."""
+from quire.runner.parallel.messages import Done, Failed, LoadAdapter, Message, Start, UnloadAdapter
 
 
 class StageReady(Message):
@@ -57,7 +47,7 @@ class Beat(Message):
     """Whether it has used its CPU since the last one."""
 
 
-ToStage: TypeAlias = StageStart | StageStep | States | StepFailed | LoadAdapter | UnloadAdapter
+ToStage: TypeAlias = Start | StageStep | States | StepFailed | LoadAdapter | UnloadAdapter
 FromStage: TypeAlias = StageReady | States | StepFailed | Beat | Done | Failed
 TO_STAGE: msgspec.msgpack.Decoder[ToStage] = msgspec.msgpack.Decoder(ToStage, dec_hook=lambda kind, value: kind(value))
 FROM_STAGE: msgspec.msgpack.Decoder[FromStage] = msgspec.msgpack.Decoder(FromStage)

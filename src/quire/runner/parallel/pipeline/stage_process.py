@@ -25,11 +25,10 @@ from quire.common.faults import fault_point
 from quire.config.args import EngineConfig
 from quire.config.kv_cache import KVCacheConfig
 from quire.runner.parallel.machines.node import Own, on_this_machine
-from quire.runner.parallel.messages import Connection, Done, LoadAdapter, UnloadAdapter
+from quire.runner.parallel.messages import Connection, Done, LoadAdapter, Start, UnloadAdapter
 from quire.runner.parallel.pipeline.messages import (
     TO_STAGE,
     StageReady,
-    StageStart,
     StageStep,
     States,
     StepFailed,
@@ -48,7 +47,7 @@ def serve(sock: socket.socket, own: Own | None = None, *, pins: bool = True) -> 
     connection = Connection(sock)
     sender = Sender(connection, "stage", own)
     start = connection.receive(TO_STAGE)
-    if not isinstance(start, StageStart):
+    if not isinstance(start, Start):
         return
     liveness.hang_timeout_s = start.hang_timeout_s
     config, kv_cache = share_of(start)
@@ -129,7 +128,7 @@ class Stage:
             case LoadAdapter() | UnloadAdapter():
                 self._sender.change_adapters(message, self._executor)
                 self._sender.send(Done())
-            case StageStart():
+            case Start():
                 raise ValueError("a stage starts once")
 
     def _step(self, given: States) -> None:
