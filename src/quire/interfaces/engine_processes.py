@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from quire.common import liveness
 from quire.common.errors import ConfigError, QuireError, RequestError
@@ -169,13 +169,11 @@ class EngineProcesses:
         """Load the model again. Raises what loading raises."""
         self._run(self._llm.wake_up)
 
-    def check_pin(self, prompt: Prompt, lora_request: AnyAdapter) -> None:
+    def check_pin(self, prompt: Prompt, lora_request: AnyAdapter) -> NoReturn:
         """Raise RequestError: a pinned prefix would have to lie in every engine."""
         raise RequestError("prefixes are pinned in one engine only: use data_parallel_size=1")
 
-    def pin_prefix(self, prompt: Prompt, lora_request: AnyAdapter) -> PinnedPrefix:
-        """Raise RequestError, as `check_pin`."""
-        raise RequestError("prefixes are pinned in one engine only: use data_parallel_size=1")
+    pin_prefix = check_pin
 
     def unpin_prefix(self, pin: PinnedPrefix) -> None:
         """Raise RequestError, as no prefix is pinned."""

@@ -80,9 +80,9 @@ def adapters_of(lora_request: AnyAdapter | Sequence[AnyAdapter], num_prompts: in
 
 def listed_prompts(prompts: Any) -> tuple[list[Any], bool]:
     """Return the prompts as a list, and whether a single prompt was given."""
-    if isinstance(prompts, str | dict) or not isinstance(prompts, list | Sequence):
-        if isinstance(prompts, str | Mapping):
-            return [prompts], True
+    if isinstance(prompts, str | Mapping):
+        return [prompts], True
+    if not isinstance(prompts, Sequence):
         raise InvalidPromptError(
             f"prompts must be a prompt (text, token ids or a dict) or a list of prompts, not {type(prompts).__name__}"
         )

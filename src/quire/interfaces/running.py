@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from quire.common.log import logger
 from quire.common.outputs import RequestOutput
 from quire.common.params import PoolingParams
 from quire.common.progress import BarChoice, PromptsBar, progress
+from quire.config.machine import allowed_cpus
 from quire.config.parallel import ParallelConfig
 from quire.engine.adapters import AnyAdapter
 from quire.engine.llm_engine import LLMEngine
@@ -277,5 +277,4 @@ def _tokenized_early(
 
 def _num_cores(config: ParallelConfig) -> int:
     """Cores that an engine uses, as far as the configuration and the system say."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return config.num_threads or len(config.cpus) or allowed
+    return config.num_threads or len(config.cpus or allowed_cpus())

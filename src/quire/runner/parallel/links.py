@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
@@ -95,26 +94,21 @@ class Link:
         self._answers = SimpleQueue[StageReady | Done | Failed]()
         self._sending = threading.Lock()
         self._is_loaded = self._is_closing = False
-        start: Callable[[], PartProcess]
-        if isinstance(source, socket.socket):
-            ours, start = source, partial(DistantStage, source)
-        else:
-            ours, its = socket.socketpair()
-            start = partial(_launched, source, its)
+        ours, its = (source, source) if isinstance(source, socket.socket) else socket.socketpair()
         ours.settimeout(PATIENCE_S)
         self._connection = Connection(ours)
         self._reading = Connection(ours.dup(), max_rows * (boundary.token_bytes if boundary else 0) + _OTHER_BYTES)
         """The same socket: a process may take longer to read while it computes than it may be silent."""
-        self._thread = threading.Thread(target=self._run, args=(start,), name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(source, its), name=name, daemon=True)
 
     def start(self) -> None:
         """Start the process. `when_lost` is called if that fails, too."""
         self._thread.start()
 
-    def _run(self, start: Callable[[], PartProcess]) -> None:
+    def _run(self, source: Launch | socket.socket, its: socket.socket) -> None:
         process, ended = None, ""
         try:
-            process = start()
+            process = _begun(source, its)
             ended = self._read()
         except (OSError, ValueError) as error:  # of starting it, or of what it sends
             ended = f"sends nonsense: {error}" if process else f"could not be started: {error}"
@@ -207,9 +201,12 @@ def check_loaded(answers: Sequence[StageReady | Failed]) -> None:
         logger.warning("different kernels (%s) compute one model: the output is not that of one of them alone", isas)
 
 
-def _launched(launch: Launch, its: socket.socket) -> PartProcess:
+def _begun(source: Launch | socket.socket, its: socket.socket) -> PartProcess:
+    """What `source` starts with its end of the socket, or has started."""
+    if isinstance(source, socket.socket):
+        return DistantStage(source)
     with its:
-        return launch(its)
+        return source(its)
 
 
 class Links:

@@ -156,7 +156,9 @@ def _read_merges(vocab: Path, merges: Path, config: Mapping[str, Any]) -> tokeni
 
 def _listed_tokens(folder: Path, config: Mapping[str, Any]) -> list[tuple[int, Any]]:
     """Return the ids of added tokens in rising order, each with its text or an object that has it."""
-    listed = [(int(i), token) for i, token in _mapping(config, "added_tokens_decoder").items() if str(i).isdecimal()]
+    decoder = config.get("added_tokens_decoder")
+    by_id = decoder if isinstance(decoder, dict) else {}
+    listed = [(int(i), token) for i, token in by_id.items() if str(i).isdecimal()]
     if (folder / "added_tokens.json").exists():
         added = read_json_object(folder / "added_tokens.json")
         listed += [(i, token) for token, i in added.items() if isinstance(i, int)]
@@ -238,11 +240,6 @@ def _read_template(path: Path) -> str:
     with library_errors(f"{path} cannot be read"):
         check_file(path, MAX_TEMPLATE_BYTES)
         return path.read_text(encoding="utf-8")
-
-
-def _mapping(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = config.get(key)
-    return value if isinstance(value, dict) else {}
 
 
 def _content(value: Any) -> str | None:
