@@ -161,7 +161,7 @@ def test_strangers_that_fall_silent_delay_no_machine(
     monkeypatch.setattr(nodes, "_HANDSHAKE_S", 600.0)
     master = InThread(lambda: admit(machine(0, secret, nnodes=3), WEIGHTS))
     first = join(machine(1, secret, nnodes=3), WEIGHTS)
-    strangers = [socket.create_connection((HOST, PORT)) for _ in range(nodes._MAX_GUESTS + 1)]
+    strangers = [socket.create_connection((HOST, PORT)) for _ in range(nodes._MAX_CANDIDATES + 1)]
     for stranger in strangers:
         stranger.sendall(said)
     second = join(machine(2, secret, nnodes=3), WEIGHTS)

@@ -34,7 +34,7 @@ class EngineProcesses:
     """
 
     grammars = ()
-    """Requests that wait for their grammars; engines in other processes do not tell."""
+    """Requests that wait for their grammars; engines in other processes do not report them."""
 
     def __init__(self, args: EngineArgs) -> None:
         """Raises ConfigError, CheckpointError or OutOfMemoryError."""

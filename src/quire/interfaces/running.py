@@ -128,7 +128,7 @@ class Run:
             bar.update(1)
 
     def _give_up(self) -> None:
-        """Somebody else has aborted the requests that are left, or taken their outputs."""
+        """Another call of the engine has aborted the remaining requests, or taken their outputs."""
         for request_id, place in self._places.items():
             error = RequestError("the request was ended by another call of the engine")
             self._outputs[place] = rejected(request_id, self._prompts[place], error)

@@ -51,7 +51,7 @@ class RequestState:
         self.table: RequestTable | None = None
         """The requests of the engine that runs it, or that it waits for; None when it has ended."""
         self.route: Route | None = None
-        """Its place in the router's books; None while no engine runs it."""
+        """What the router counts for it; None while no engine runs it."""
         self.outputs = outputs
         self.samples = [sample]
         self.num_deaths = 0

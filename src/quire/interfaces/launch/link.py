@@ -18,7 +18,7 @@ _EXIT_LIMIT_S = 5.0
 
 
 class EngineLink(Protocol):
-    """An engine process, and the connection to it. Whoever launches it owns it and calls `end` once it is not needed.
+    """An engine process, and the connection to it. The caller that launches it owns it, and calls `end` at last.
 
     It is used in one event loop. A closed connection ends the engine process.
     """

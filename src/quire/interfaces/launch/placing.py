@@ -48,9 +48,9 @@ def _on_ray(args: EngineArgs) -> Placed:
     cluster = RayCluster.place(args)
     part = replace(
         args,
-        model=_for_any_folder(args.model),
-        tokenizer=_for_any_folder(args.tokenizer),
-        download_dir=_for_any_folder(args.download_dir),
+        model=_absolute(args.model),
+        tokenizer=_absolute(args.tokenizer),
+        download_dir=_absolute(args.download_dir),
         speculative_config=_drafting(args),
         data_parallel_size=1,
         distributed_executor_backend=None,
@@ -64,15 +64,15 @@ def _on_ray(args: EngineArgs) -> Placed:
     return Placed([(each, partial(cluster.launch, n, each)) for n, each in enumerate(parts)], cluster.close)
 
 
-def _for_any_folder(name: str | None) -> str | None:
-    """A path of this process's folder as an absolute one; other names as they are."""
+def _absolute(name: str | None) -> str | None:
+    """Return the absolute path of a file or folder that exists; other names, such as ids of the hub, as they are."""
     return name if name is None or not Path(name).exists() else str(Path(name).absolute())
 
 
 def _drafting(args: EngineArgs) -> Mapping[str, Any] | None:
     """`speculative_config`, with the draft model's path as an absolute one."""
     given = args.speculative_config
-    return given if given is None or "model" not in given else {**given, "model": _for_any_folder(given["model"])}
+    return given if given is None or "model" not in given else {**given, "model": _absolute(given["model"])}
 
 
 BACKENDS: Mapping[str, Callable[[EngineArgs], Placed]] = {

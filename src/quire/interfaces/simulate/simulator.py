@@ -105,7 +105,7 @@ class Simulator:
             self.record.look(self.now_s, self.scheduler, self.blocks)
 
     def begin_step(self) -> float:
-        """Plan the next step and return the seconds that it takes, after which `end_step` is to be called."""
+        """Plan the next step and return the seconds that it takes, after which the caller calls `end_step`."""
         lane = self.lane
         if lane.may_plan():
             batch = lane.plan()

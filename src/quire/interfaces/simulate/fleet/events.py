@@ -36,8 +36,8 @@ class Deaths:
 class Scaling:
     """How many engines there are, by the number of unfinished requests.
 
-    As many are wanted as give each at most `target` requests. More are started at once; fewer are kept only after
-    `patience_s` in which fewer were wanted, and then engines finish what they have.
+    The number wanted is the smallest with which each has at most `target` requests. Further engines are started at
+    once. Engines are removed after `patience_s` in which fewer were wanted, once they have finished their requests.
     """
 
     min_engines: int

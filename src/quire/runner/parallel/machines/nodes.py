@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -33,7 +33,7 @@ _REMIND_S = 10.0
 """How often one that waits says so."""
 _HANDSHAKE_S = 10.0
 _MAX_HANDSHAKE_BYTES = 4096
-_MAX_GUESTS = 64
+_MAX_CANDIDATES = 64
 """Handshakes that run at once. One more ends the oldest."""
 _RETRY_S = 0.5
 _UNREACHABLE_S = 10
@@ -42,7 +42,7 @@ _KEEPALIVE_S = 2
 _SAMPLE_BYTES = 1024
 
 
-Seat: TypeAlias = tuple[int, int]
+ConnectionName: TypeAlias = tuple[int, int]
 """A `node_rank`, and the number of one of its connections."""
 
 
@@ -67,7 +67,7 @@ class Hello(Message):
     proof: bytes
 
     @property
-    def seat(self) -> Seat:
+    def name(self) -> ConnectionName:
         """What the connection is: of which machine, and which one."""
         return self.node_rank, self.number
 
@@ -101,13 +101,13 @@ _Sent = TypeVar("_Sent")
 
 
 @dataclass(slots=True)
-class _Guest:
+class _Candidate:
     """What has connected, and has not joined yet."""
 
     connection: Connection
     address: str
     challenge: Challenge
-    end_s: float
+    end_s: float = field(default_factory=lambda: time.monotonic() + _HANDSHAKE_S)
 
 
 class _Admission:
@@ -115,69 +115,69 @@ class _Admission:
 
     def __init__(self, nodes: NodesConfig, fingerprint: str) -> None:
         self._nodes, self._fingerprint, self._secret = nodes, fingerprint, secret_of(nodes)
-        self._guests = dict[socket.socket, _Guest]()
-        self.joined = dict[Seat, socket.socket]()
+        self._candidates = dict[socket.socket, _Candidate]()
+        self.joined = dict[ConnectionName, socket.socket]()
         self.wanted = [(rank, number) for rank in range(1, nodes.nnodes) for number in range(nodes.num_connections)]
 
     @property
     def missing(self) -> list[int]:
         """The machines that have not joined, or have ended since."""
-        return sorted({seat[0] for seat in self.wanted if not self._is_taken(seat)})
+        return sorted({name[0] for name in self.wanted if not self._is_taken(name)})
 
     def wait(self, server: socket.socket) -> None:
         """Accept new connections and continue the handshakes that have received something, for at most _RETRY_S."""
-        for sock in readable([server, *self._guests], _RETRY_S):
+        for sock in readable([server, *self._candidates], _RETRY_S):
             if sock is server:
-                self._welcome(server)
-            elif sock in self._guests:
-                self._hear(sock)
+                self._accept(server)
+            elif sock in self._candidates:
+                self._read_hello(sock)
         now_s = time.monotonic()
-        for sock in [sock for sock, guest in self._guests.items() if guest.end_s < now_s]:
-            self._leave(sock, f"it has said nothing for {_HANDSHAKE_S:g} s")
+        for sock in [sock for sock, candidate in self._candidates.items() if candidate.end_s < now_s]:
+            self._reject(sock, f"it has said nothing for {_HANDSHAKE_S:g} s")
 
-    def _welcome(self, server: socket.socket) -> None:
+    def _accept(self, server: socket.socket) -> None:
         try:
             sock, address = server.accept()
         except OSError as error:  # it has gone already
             logger.debug("a connection was broken off: %s", error)
             return
-        if len(self._guests) >= _MAX_GUESTS:
-            self._leave(next(iter(self._guests)), f"{_MAX_GUESTS} others have connected since")
+        if len(self._candidates) >= _MAX_CANDIDATES:
+            self._reject(next(iter(self._candidates)), f"{_MAX_CANDIDATES} others have connected since")
         _set_up(sock)
         sock.setblocking(False)
-        guest = _Guest(_connection(sock), address[0], Challenge(os.urandom(32)), time.monotonic() + _HANDSHAKE_S)
-        self._guests[sock] = guest
+        candidate = _Candidate(_connection(sock), address[0], Challenge(os.urandom(32)))
+        self._candidates[sock] = candidate
         try:
-            guest.connection.send(guest.challenge)
+            candidate.connection.send(candidate.challenge)
         except OSError as error:
-            self._leave(sock, str(error))
+            self._reject(sock, str(error))
 
-    def _hear(self, sock: socket.socket) -> None:
-        guest = self._guests[sock]
+    def _read_hello(self, sock: socket.socket) -> None:
+        candidate = self._candidates[sock]
         try:
-            hello = _received(guest.connection, _HELLO)
-            if (reason := self._refusal(hello, guest.challenge)) is None:
-                proof = _proof(self._secret, "master", hello.nonce, guest.challenge.nonce)
-                guest.connection.send(Welcome(proof))
+            hello = _received(candidate.connection, _HELLO)
+            if (reason := self._refusal(hello, candidate.challenge)) is None:
+                proof = _proof(self._secret, "master", hello.nonce, candidate.challenge.nonce)
+                candidate.connection.send(Welcome(proof))
                 sock.settimeout(None)
-                del self._guests[sock]
-                self.joined[hello.seat] = sock
-                logger.info("machine %d has joined from %s", hello.node_rank, guest.address)
+                del self._candidates[sock]
+                self.joined[hello.name] = sock
+                logger.info("machine %d has joined from %s", hello.node_rank, candidate.address)
                 return
-            guest.connection.send(Refused(reason))
+            candidate.connection.send(Refused(reason))
         except BlockingIOError:  # the rest of the message has not come yet
             return
         except (OSError, ValueError) as error:
             reason = str(error)
-        self._leave(sock, reason)
+        self._reject(sock, reason)
 
-    def _leave(self, sock: socket.socket, reason: str) -> None:
-        logger.warning("a machine at %s cannot join: %s", self._guests.pop(sock).address, reason)
+    def _reject(self, sock: socket.socket, reason: str) -> None:
+        logger.warning("a machine at %s cannot join: %s", self._candidates.pop(sock).address, reason)
         sock.close()
 
     def close(self) -> None:
         """Close the connections of all that have not joined."""
-        for sock in self._guests:
+        for sock in self._candidates:
             sock.close()
 
     def _refusal(self, hello: Hello, challenge: Challenge) -> str | None:
@@ -192,16 +192,16 @@ class _Admission:
             f"it was started with nnodes={hello.nnodes}, and machine 0 with {nnodes}": hello.nnodes != nnodes,
             f"it divides {_divided(hello.num_ranks)} among machines, and machine 0 {_divided(num_ranks)}; give all the "
             "same --tensor-parallel-size and --pipeline-parallel-size": hello.num_ranks != num_ranks,
-            f"node_rank={rank} must be 1 to {nnodes - 1}": hello.seat not in self.wanted,
-            f"node_rank={rank} has joined already; give each machine a number of its own": self._is_taken(hello.seat),
+            f"node_rank={rank} must be 1 to {nnodes - 1}": hello.name not in self.wanted,
+            f"node_rank={rank} has joined already; give each machine a number of its own": self._is_taken(hello.name),
             "its weights, their quantization or the model's config.json differ from machine 0's; give it the same "
             "model, --dtype and --quantization": hello.fingerprint != self._fingerprint,
         }
         return next((problem for problem, is_so in problems.items() if is_so), None)
 
-    def _is_taken(self, seat: Seat) -> bool:
+    def _is_taken(self, name: ConnectionName) -> bool:
         """Whether the machine that has joined as this one is still there. If it has ended, its place is free."""
-        if (sock := self.joined.get(seat)) is None:
+        if (sock := self.joined.get(name)) is None:
             return False
         try:
             has_ended = not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -210,7 +210,7 @@ class _Admission:
         except OSError:
             has_ended = True
         if has_ended:
-            self.joined.pop(seat).close()
+            self.joined.pop(name).close()
         return not has_ended
 
 
@@ -344,7 +344,7 @@ def _listening(nodes: NodesConfig) -> Iterator[socket.socket]:
     try:
         found = socket.getaddrinfo(nodes.host, nodes.port, type=socket.SOCK_STREAM)
         family = min(each[0] for each in found)  # IPv4 where the host has both
-        server = socket.create_server((nodes.host, nodes.port), family=family, backlog=_MAX_GUESTS)
+        server = socket.create_server((nodes.host, nodes.port), family=family, backlog=_MAX_CANDIDATES)
     except OSError as error:
         raise ConfigError(
             f"master_addr={nodes.master_addr}: cannot listen there: {error}; give an address of this machine and a "
