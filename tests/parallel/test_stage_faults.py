@@ -148,6 +148,16 @@ def test_a_stage_that_cannot_be_reached_is_reported_with_how_it_has_ended(monkey
         stages.send(Done())
 
 
+def test_a_part_that_cannot_be_started_is_reported_whatever_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(sock: socket.socket) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(links, "PATIENCE_S", 5.0)
+    parts = links.Links([None], 1, [launch], "rank", 1)
+    with closing(parts), pytest.raises(EngineBrokenError, match="rank 1 could not be started: can't start new thread"):
+        parts.wait()
+
+
 def answers_again(llm: LLM) -> None:
     """The first failure is an answer of each request, the next one an exception."""
     for _ in range(2):

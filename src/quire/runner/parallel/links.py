@@ -110,7 +110,7 @@ class Link:
         try:
             process = _begun(source, its)
             ended = self._read()
-        except (OSError, ValueError) as error:  # of starting it, or of what it sends
+        except Exception as error:  # of starting it, or of what it sends: the engine cannot go on without it
             ended = f"sends nonsense: {error}" if process else f"could not be started: {error}"
         self._shut_down()
         if process and not ended:
