@@ -234,7 +234,7 @@ def _messages_corpus() -> list[bytes]:
     stats = EngineStats(**counts, prefix_cache={"hit": 1}, adapters={"a": AdapterStats(1)}, drafts=drafts)
     sent: list[Any] = [
         Start({"model": "quire-tiny", "max_model_len": 64}), AddRequest(1, "a", [5, 6], "salt", 1.0, False, params),
-        AddScoring(2, "b", [5, 6], 1, ""), Abort(["a"]), SetCacheView(True), StartFailed("ConfigError", "no"),
+        AddScoring(2, "b", [5, 6], "", 1), Abort(["a"]), SetCacheView(True), StartFailed("ConfigError", "no"),
         StepDone([RequestDelta(1, [sequence], True, 3, None, rows, "error", "kind")], stats), CacheFrame(b"{}"),
     ]  # fmt: skip
     made = [to_frame(message) for message in sent]

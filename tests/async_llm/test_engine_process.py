@@ -193,7 +193,7 @@ def test_what_the_engine_refuses_after_all_ends_alone(
     client.left.add(3)
     client.inbox.put(AddRequest(3, "r3", [5], "", 0.0, True, msgspec.Raw(msgspec.msgpack.encode({"beam_width": 0}))))
     client.left.add(4)
-    client.inbox.put(AddScoring(4, "r4", [5], 1, ""))
+    client.inbox.put(AddScoring(4, "r4", [5], "", 1))
     client.run()
     assert client.deltas[1][-1].error_kind is None
     assert [client.deltas[key][-1].error_kind for key in (2, 3, 4)] == [

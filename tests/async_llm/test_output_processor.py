@@ -25,7 +25,7 @@ def test_others_have_their_turn_while_many_logprobs_are_made() -> None:
     for rows in (scores.rows, sample.logprobs):
         rows.extend(logprobs(range(1000), 1))
     outputs = OutputBuilder("a", list(range(1001)), params, 0.0, scores=scores)
-    request = RequestState(AddScoring(1, "a", outputs.prompt_token_ids, 1, ""), outputs, sample)
+    request = RequestState(AddScoring(1, "a", outputs.prompt_token_ids, "", 1), outputs, sample)
 
     async def main() -> int:
         making, turns = asyncio.create_task(request.next_output()), 0

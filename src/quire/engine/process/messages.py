@@ -46,14 +46,19 @@ class Progress(msgspec.Struct):
     """The output tokens of a single sample. Empty for several samples, which start again from the prompt."""
 
 
-class AddRequest(msgspec.Struct, tag=True, omit_defaults=True):
-    """Queue a request, which the API process has checked."""
+class _Add(msgspec.Struct):
+    """What all messages that queue a request have."""
 
     key: int
     """Identifies the request in messages from the engine; never used twice."""
     request_id: str
     token_ids: list[int]
     cache_salt: str
+
+
+class AddRequest(_Add, tag=True, omit_defaults=True):
+    """Queue a request, which the API process has checked."""
+
     arrival_time: float
     """Seconds of time.monotonic(), a clock that all processes of a machine share."""
     is_beam_search: bool
@@ -65,24 +70,16 @@ class AddRequest(msgspec.Struct, tag=True, omit_defaults=True):
     """The LoRA adapter as it was when the request was made, so that every engine uses the same content or none."""
 
 
-class AddScoring(msgspec.Struct, tag=True):
+class AddScoring(_Add, tag=True):
     """Queue a request that scores its tokens from index `first` on."""
 
-    key: int
-    request_id: str
-    token_ids: list[int]
     first: int
-    cache_salt: str
     adapter: KnownAdapter | None = None
 
 
-class AddPooling(msgspec.Struct, tag=True, omit_defaults=True):
+class AddPooling(_Add, tag=True, omit_defaults=True):
     """Queue a request whose hidden states are pooled."""
 
-    key: int
-    request_id: str
-    token_ids: list[int]
-    cache_salt: str
     arrival_time: float
     params: PoolingParams
     token_type_ids: tuple[int, ...] | None = None

@@ -26,7 +26,7 @@ def engine_message(key: int, request: CheckedRequest, params: AnyParams | None, 
     token_ids = list(outputs.prompt_token_ids)  # the caller's outputs have the other list
     if params is None:
         assert outputs.scores is not None
-        return AddScoring(key, request_id, token_ids, outputs.scores.first, salt, request.adapter)
+        return AddScoring(key, request_id, token_ids, salt, outputs.scores.first, request.adapter)
     if isinstance(params, PoolingParams):
         types = None if outputs.pooling is None else outputs.pooling.token_type_ids
         uncut = replace(params, truncate_prompt_tokens=None, cache_salt="")  # done already
