@@ -26,7 +26,7 @@ _LETTERS_OF_2023 = (
 """Letters with a case, as of an early version of Unicode."""
 _MARKS_OF_2023 = "[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 _DEEPSEEK_WORDS = _ASCII_MARKS + r"[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"
-_DEEPSEEK_SPACES = r"|\s+(?!\S)|\s+"
+_SPACES = r"|\s+(?!\S)|\s+"
 _NOT_SENTENCE_MARKS = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _DIGIT, _TO_3_DIGITS = r"\p{N}", r"\p{N}{1,3}"
 _RUNS_OF_SPACES = "|".join([*(rf"\s{{{2**i}}}(?!\S)" for i in range(9, 1, -1)), r"\s{1,2}(?!\S)", r"\s{1}"])
@@ -37,7 +37,7 @@ _YOUTU_RUNS = (
 
 _LLAMA3 = PreTokenizer((WORDS % _TO_3_DIGITS,), whole_words=True, adds_bos=True)
 _QWEN2 = PreTokenizer((WORDS % _DIGIT,), composes=True)
-_DEEPSEEK_V3 = PreTokenizer((_TO_3_DIGITS, _CJK, _DEEPSEEK_WORDS + r"[\r\n]*|\s*[\r\n]+" + _DEEPSEEK_SPACES))
+_DEEPSEEK_V3 = PreTokenizer((_TO_3_DIGITS, _CJK, _DEEPSEEK_WORDS + r"[\r\n]*|\s*[\r\n]+" + _SPACES))
 _BY_NAMES: Mapping[tuple[str, ...], PreTokenizer] = {
     ("default",): PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     ("falcon",): PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]")),
@@ -55,31 +55,22 @@ _BY_NAMES: Mapping[tuple[str, ...], PreTokenizer] = {
     ("jais-2",): PreTokenizer((WORDS.removesuffix(r"\s+(?!\S)|\s+") % _TO_3_DIGITS + _RUNS_OF_SPACES,)),
     ("qwen2", "deepseek-r1-qwen", "megrez", "f2llmv2"): _QWEN2,
     ("qwen35",): PreTokenizer(
-        (
-            CONTRACTION + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-            r"\s+(?!\S)|\s+",
-        ),
+        (CONTRACTION + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+" + _SPACES,),
         composes=True,
     ),
     ("stablelm2", "hunyuan", "solar-open", "grok-2", "kormo"): PreTokenizer((WORDS % _DIGIT,)),
     ("laguna",): PreTokenizer((r"[^\n]+|[\n]+", WORDS % _DIGIT)),
     ("ufakzeka",): PreTokenizer((WORDS.removeprefix(CONTRACTION + "|") % _DIGIT,)),
     ("seed-coder",): PreTokenizer(
-        (
-            CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|"
-            r"\s+(?!\S)|\s+",
-        )
+        (CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+" + _SPACES,)
     ),
     ("bailingmoe", "bailingmoe2", "llada-moe"): PreTokenizer(
-        (
-            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|"
-            r"\s+(?!\S)|\s+",
-        )
+        (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]" + _SPACES,)
     ),
     ("exaone-moe",): PreTokenizer(
         (
             CONTRACTION + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|"
-            r"\s*[\r\n]|\s+(?!\S)|\s+",
+            r"\s*[\r\n]" + _SPACES,
         )
     ),
     ("tekken",): PreTokenizer((TEKKEN,), whole_words=True, adds_bos=True),
@@ -95,7 +86,7 @@ _BY_NAMES: Mapping[tuple[str, ...], PreTokenizer] = {
     ),
     ("deepseek-coder",): PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_OF_2023, _DIGIT)),
     ("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"): _DEEPSEEK_V3,
-    ("spark2_5",): PreTokenizer((_TO_3_DIGITS, _CJK, _DEEPSEEK_WORDS + r"|[\r\n]" + _DEEPSEEK_SPACES, _DIGIT)),
+    ("spark2_5",): PreTokenizer((_TO_3_DIGITS, _CJK, _DEEPSEEK_WORDS + r"|[\r\n]" + _SPACES, _DIGIT)),
     ("bloom", "gpt3-finnish", "poro-chat"): PreTokenizer((_NOT_SENTENCE_MARKS,)),
     ("viking",): PreTokenizer((_NOT_SENTENCE_MARKS, _DIGIT)),
     ("chameleon",): PreTokenizer(
