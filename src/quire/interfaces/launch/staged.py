@@ -26,6 +26,9 @@ class StagedLink:
         `args` are the arguments of all of them.
         """
         self.reader, self.pid, self.clock_s = engine.reader, engine.pid, engine.clock_s
+        self.write, self.drain = engine.write, engine.drain
+        self.close = engine.close
+        """The stages end with the engine's process."""
         self.own_args: Mapping[str, Any] = {"nnodes": 1 + len(stages), "master_addr": address}
         self._engine, self._stages = engine, stages
         given = dataclasses.asdict(args) | self.own_args
@@ -47,18 +50,6 @@ class StagedLink:
             return failure
         finally:
             self._engine.close()
-
-    def write(self, data: bytes) -> None:
-        """As EngineLink."""
-        self._engine.write(data)
-
-    async def drain(self) -> None:
-        """As EngineLink."""
-        await self._engine.drain()
-
-    def close(self) -> None:
-        """As EngineLink; the stages end with the engine's process."""
-        self._engine.close()
 
     def kill(self) -> None:
         """Kill all machines of the engine."""
