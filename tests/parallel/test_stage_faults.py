@@ -5,26 +5,22 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
-import torch
 
 from quire import LLM, AsyncLLM, EngineArgs, LoRARequest
 from quire.common import liveness
 from quire.common.batch import Batch, encode
 from quire.common.errors import EngineBrokenError, OutOfMemoryError
 from quire.common.faults import Fault, environment, inject
-from quire.models.decoder.model import Boundary
 from quire.runner import executor as executors
 from quire.runner.memory_plan import plan_memory
 from quire.runner.parallel import links, sender
 from quire.runner.parallel.configs import to_bytes
-from quire.runner.parallel.messages import Connection, Done, Failed, Start
+from quire.runner.parallel.messages import Connection, Failed, Start
 from quire.runner.parallel.pipeline import stage_process
 from quire.runner.parallel.pipeline.executor import PipelineExecutor
 from quire.runner.parallel.pipeline.messages import FROM_STAGE, StageStep, States
@@ -130,34 +126,6 @@ def test_an_interrupted_step_can_be_made_again(
     assert [done[i] for i in range(3)] == [outputs for outputs, _, _ in expected]
 
 
-def test_a_stage_that_cannot_be_reached_is_reported_with_how_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    is_sending = threading.Event()
-
-    class Stage:
-        def end(self, patience_s: float = 0.0) -> str:
-            assert is_sending.wait(60)
-            return "was ended by signal 9"
-
-    def send(self: links.Link, frame: bytes) -> None:
-        is_sending.set()
-        raise BrokenPipeError
-
-    monkeypatch.setattr(links.Link, "send", send)
-    stages = links.Links([None], 1, [lambda sock: Stage()])
-    with closing(stages), pytest.raises(EngineBrokenError, match="stage 0 was ended by signal 9"):
-        stages.send(Done())
-
-
-def test_a_part_that_cannot_be_started_is_reported_whatever_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(sock: socket.socket) -> Any:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(links, "PATIENCE_S", 5.0)
-    parts = links.Links([None], 1, [launch], "rank", 1)
-    with closing(parts), pytest.raises(EngineBrokenError, match="rank 1 could not be started: can't start new thread"):
-        parts.wait()
-
-
 def answers_again(llm: LLM) -> None:
     """The first failure is an answer of each request, the next one an exception."""
     for _ in range(2):
@@ -208,26 +176,6 @@ def test_a_stage_that_falls_silent_while_nothing_runs_ends_the_engine(
     assert is_lost.wait(60)
     with pytest.raises(EngineBrokenError, match=r"stage 0 was silent for 0\.3 s"):
         answers_again(llm)
-
-
-def test_a_stage_that_falls_silent_within_a_message_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Half:
-        def __init__(self, sock: socket.socket) -> None:
-            self._socket = sock.dup()
-            Connection(self._socket).send(Done())
-            self._socket.sendall((100).to_bytes(8, "little") + b"half")
-
-        def end(self, patience_s: float = 0.0) -> str:
-            self._socket.close()
-            return "has ended"
-
-    monkeypatch.setattr(liveness, "SILENCE_S", 0.3)
-    lost = SimpleQueue[str]()
-    link = links.Link("stage 0", Half, Boundary(1, 4, torch.float32), 8)
-    link.when_lost = lost.put
-    link.start()
-    assert lost.get(timeout=60) == "stage 0 was silent for 0.3 s"
-    link.close()
 
 
 def test_a_stage_reads_the_states_of_the_steps_that_follow_while_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,16 +252,6 @@ def test_an_adapter_that_a_stage_cannot_load_is_loaded_in_none(
     assert unloaded == [0]
     (output,) = llm.generate(PROMPTS[:1], PARAMS[:1], use_tqdm=False, lora_request=adapter)
     assert output.error is None
-
-
-def test_a_frame_that_is_too_long_is_refused_before_it_is_read() -> None:
-    class Endless:
-        def recv(self, num_bytes: int) -> bytes:
-            assert num_bytes <= 65536
-            return (10**12).to_bytes(8, "little")
-
-    with pytest.raises(ValueError, match="a frame of 1000000000000 bytes, of at most 100"):
-        Connection(Endless(), 100).receive_frame()  # type: ignore[arg-type]
 
 
 # Stages in processes

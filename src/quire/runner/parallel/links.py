@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from quire.models.decoder.model import Boundary
 
 _TICK_S = 0.1
+_SILENT_TICK_S = 1.0
 _OTHER_BYTES = 1024**2
 """Of a frame, beside the states in it."""
 PATIENCE_S = 120.0
@@ -122,7 +123,7 @@ class Link:
 
     def _read(self) -> str:
         """Read what it sends until its end. Returns why nothing more is read, if the process has not ended."""
-        while self._reading.is_readable(limit_s := liveness.silence_s() if self._is_loaded else PATIENCE_S):
+        while self._can_read(limit_s := liveness.silence_s() if self._is_loaded else PATIENCE_S):
             self._reading.socket.settimeout(limit_s)
             try:
                 frame = self._reading.receive_frame()
@@ -144,6 +145,16 @@ class Link:
                     self._is_loaded = True
                     self._answers.put(message)
         return f"was silent for {limit_s:g} s"
+
+    def _can_read(self, limit_s: float) -> bool:
+        """Wait for what it sends. Returns False if nothing comes in this time, of which a stop of this process takes at
+        most a tick."""
+        while limit_s > 0:
+            tick_s = min(_SILENT_TICK_S, limit_s)
+            if self._reading.is_readable(tick_s):
+                return True
+            limit_s -= tick_s
+        return False
 
     def _check(self, states: States | StepFailed) -> None:
         if self._boundary is None:
