@@ -138,8 +138,8 @@ class ScoredPairs:
             )
         return cls(firsts, seconds)
 
-    def __iter__(self) -> Any:
-        return iter([(self.firsts[i if len(self.firsts) > 1 else 0], text) for i, text in enumerate(self.seconds)])
+    def __iter__(self) -> Iterator[Pair]:
+        return self._paired([*self.firsts, *self.seconds])
 
     def joined(
         self, tokenizer: Tokenizer, chat_template: str | None, variables: Mapping[str, Any] | None = None

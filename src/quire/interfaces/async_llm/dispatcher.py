@@ -75,8 +75,8 @@ class Dispatcher:
         holds: bool = False,
     ) -> list[RequestState]:
         """Send requests to engines, whose caller awaits the event `changed`; without `params` they are only scored.
-        Pooling requests are one message for each engine. If one `holds`, it waits for the next engine while none runs,
-        whatever others do. Raises RequestError or EngineDeadError, and then sends nothing.
+        Pooling requests are one message for each engine. With `holds`, these wait for the next engine while none runs,
+        even if others do not. Raises RequestError or EngineDeadError, and then sends nothing.
 
         Parameters without a seed get one here, so that every engine samples the same tokens for them.
         """
