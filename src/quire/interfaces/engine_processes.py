@@ -10,16 +10,15 @@ from typing import Any, NoReturn, TypeVar
 
 from quire.common import liveness
 from quire.common.errors import ConfigError, QuireError, RequestError
-from quire.common.outputs import EngineStats, RequestOutput
-from quire.common.params import BeamSearchParams, PoolerInfo, PoolingParams, SamplingParams
+from quire.common.outputs import RequestOutput
+from quire.common.params import BeamSearchParams, PoolingParams, SamplingParams
 from quire.config.args import EngineArgs
 from quire.engine.adapters import AnyAdapter
 from quire.engine.metrics import EngineMetrics, Metric
-from quire.engine.requests.input_processor import InputProcessor, Prompt
+from quire.engine.requests.input_processor import Prompt
 from quire.interfaces.async_llm.async_llm import AsyncLLM
 from quire.interfaces.async_llm.output_processor import RequestState
 from quire.kv.prefix_cache.pins import PinnedPrefix
-from quire.text.tokenizer.callable_tokenizer import CallableTokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer
 
 _TICK_S = 0.1
@@ -54,22 +53,15 @@ class EngineProcesses:
         self._metrics = EngineMetrics(self._llm.model_config.model) if self._llm.config.measures_requests else None
         if self._metrics is not None:
             self._llm.add_listener(self._metrics)
-        self.config = self._llm.config
-        self.tokenizer = self._llm.tokenizer
+        # LLM reads these of an LLMEngine, too.
+        self.config, self.tokenizer = self._llm.config, self._llm.tokenizer
+        self.inputs, self.pooler, self.stats = self._llm.inputs, self._llm.pooler, self._llm.stats
+        self.get_tokenizer = self._llm.get_tokenizer
+        self.default_sampling_params = self._llm.default_sampling_params
 
     def _run(self, call: Callable[..., Coroutine[Any, Any, _T]], *args: Any) -> _T:
         self._finalizer.check()
         return asyncio.run_coroutine_threadsafe(call(*args), self._loop).result()
-
-    @property
-    def inputs(self) -> InputProcessor:
-        """Checks and tokenizes prompts."""
-        return self._llm.inputs
-
-    @property
-    def pooler(self) -> PoolerInfo | None:
-        """What a pooling model can make of texts; None if the model generates."""
-        return self._llm.pooler
 
     @property
     def pids(self) -> list[int | None]:
@@ -136,18 +128,6 @@ class EngineProcesses:
     def is_sleeping(self) -> bool:
         """Whether an engine has given back the memory of weights and KV cache."""
         return self._llm.group.is_sleeping
-
-    def stats(self) -> EngineStats:
-        """The statistics of all engines together."""
-        return self._llm.stats()
-
-    def get_tokenizer(self) -> CallableTokenizer:
-        """The tokenizer, with the methods and defaults of transformers' tokenizers."""
-        return self._llm.get_tokenizer()
-
-    def default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends."""
-        return self._llm.default_sampling_params()
 
     def get_metrics(self) -> list[Metric]:
         """The current metrics, of each engine. Raises ConfigError if requests are not measured."""
