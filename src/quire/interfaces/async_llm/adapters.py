@@ -74,11 +74,9 @@ class EngineAdapters:
             if engine.death is not None and not answer.done():
                 answer.set_exception(error)
 
+    on_loss = on_death
+
     def on_restart(self, ready: Ready) -> None:
         """Send the adapters to keep to the new engine, which keeps none by itself, and once more to the others."""
         if digests := self.table.digests:
             self._send(digests, self.table.pinned)
-
-    def on_loss(self, error: EngineDeadError) -> None:
-        """End the calls that wait."""
-        self.on_death(error)

@@ -70,16 +70,14 @@ class EngineControls:
                 answer.set_exception(error)
         self._answers.clear()
 
+    on_loss = on_death
+
     def on_restart(self, ready: Ready) -> None:
         """Let the new engine sleep if the last one did."""
         if self.is_sleeping:
             self._engine.send(Control("sleep"))
             self._answers.append(unread := asyncio.get_running_loop().create_future())
             unread.cancel()
-
-    def on_loss(self, error: EngineDeadError) -> None:
-        """End all calls."""
-        self.on_death(error)
 
 
 class EngineGroup:

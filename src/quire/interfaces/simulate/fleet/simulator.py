@@ -239,11 +239,10 @@ class FleetSimulator:
         self.router.add_engine(number)
         lane_routes, changes = LaneRoutes(self.router.loads[number]), simulator.blocks.share_hashes(_KEY)
         simulator.blocks.tiers.evicted.most = 0  # the report does not say why tokens were not found
-        routes: dict[str, Route] = {}
-        engine = FleetEngine(number, simulator, changes, self.now_s, lane_routes, routes)
+        engine = FleetEngine(number, simulator, changes, self.now_s, lane_routes)
         simulator.arrivals, simulator.record, simulator.on_end = self.arrivals, self.record, engine.ended.append
         simulator.lane.on_join = engine.joined.append
-        simulator.lane.on_leave = lambda group: lane_routes.leave(routes[group.request_id])
+        simulator.lane.on_leave = lambda group: lane_routes.leave(engine.routes[group.request_id])
         self._starting.discard(number)
         self.engines[number] = engine
         delay_s = next(self._lives.setdefault(number, self._deaths.delays_s(number)), None)
