@@ -50,9 +50,11 @@ LaunchRank = Callable[[socket.socket, int], PartProcess]
 class ChildProcess:
     """A rank in a child process."""
 
-    def __init__(self, sock: socket.socket, memory: int) -> None:
-        descriptors = [sock.fileno(), memory]
-        self._process = start_child("quire.runner.parallel.rank_process", [*map(str, descriptors)], descriptors)
+    module = "rank_process"
+
+    def __init__(self, sock: socket.socket, *others: int) -> None:
+        descriptors = [sock.fileno(), *others]
+        self._process = start_child(f"quire.runner.parallel.{self.module}", [*map(str, descriptors)], descriptors)
 
     def end(self, patience_s: float = EXIT_S) -> str:
         """As PartProcess."""
@@ -62,9 +64,7 @@ class ChildProcess:
 class StageProcess(ChildProcess):
     """A stage in a child process."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        descriptor = sock.fileno()
-        self._process = start_child("quire.runner.parallel.pipeline.stage_process", [str(descriptor)], [descriptor])
+    module = "pipeline.stage_process"
 
 
 class DistantStage:
