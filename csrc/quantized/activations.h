@@ -35,7 +35,8 @@ QUIRE_INLINE float largest_of(const T* row, int64_t k) {
 QUIRE_INLINE int32_t lack_of([[maybe_unused]] f32 values, int32_t total, const QuantizedRow& layout) {
   const int32_t zero = int32_t(layout.zero);
 #if defined(QUIRE_SIMD_AVX2) && !defined(__AVXVNNI__)
-  if (!layout.has_bytes) return start_of_halves(values, layout.bits == 4 ? zero : 1 << (layout.bits - 1));
+  const bool is_of_halves = !layout.has_bytes && layout.blocks == 1;
+  if (is_of_halves) return start_of_halves(values, layout.bits == 4 ? zero : 1 << (layout.bits - 1));
 #endif
 #if defined(QUIRE_ARM)
   if (!layout.has_bytes) return -total * zero;
@@ -79,7 +80,7 @@ QUIRE_INLINE void round_group(const T* from, int64_t count, int64_t size, float 
 template <typename Value, typename T>
 static void quantize_row_as(const T* x, const int32_t* order, const QuantizedRow& layout, char* row) {
   constexpr int64_t kBlock = QuantizedShape::kBlock;
-  T picked[kGroupsAtOnce * kBlock];
+  T picked[kGroupsAtOnce * QuantizedShape::kLongGroup];
   alignas(64) float largest[kGroupsAtOnce] = {}, scales[kGroupsAtOnce], inverses[kGroupsAtOnce];
   for (int64_t first = 0; first < layout.groups; first += kGroupsAtOnce) {
     const int64_t begin = first * layout.group, num_groups = smaller(kGroupsAtOnce, layout.groups - first);

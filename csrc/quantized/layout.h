@@ -14,9 +14,11 @@ enum class Number : int8_t { kNone, kHalf, kBFloat, kFloat, kExponent, kZeroPoin
 // kExponent: a byte e that means 2^(e - 128). kZeroPoint: a byte that means itself times the scale.
 
 struct QuantizedFormat {
-  int bits;   // of a stored integer: 4, 5, 6 or 8
-  int group;  // 16 or 32 along k, or 0 for all of k: x is quantized in these groups, a scale holds for all
-  int zero;   // what a stored integer has too much
+  int bits;  // of a stored integer: 4, 5, 6 or 8
+  // 16 or 32 along k, or 0 for all of k: x is quantized in these groups, a scale holds for all. Where the weight says
+  // how many share a scale, and these are a multiple of 128 as k is, integers of 4 bits have groups of 128.
+  int group;
+  int zero;  // what a stored integer has too much
   Number scale, min;
   bool has_steps;           // whether a group's scale (and min) is that number times a byte: signed (unsigned)
   int base_group;           // the range of k of such a number; 0: the weight says it
@@ -98,19 +100,27 @@ QUIRE_INLINE constexpr int64_t bytes_of(Number number) {
 // lie its factors: a float32 for each column, which x is multiplied with before it is rotated.
 struct QuantizedShape {
   static constexpr int64_t kBlock = 32;
+  static constexpr int kLongGroup = 128;
 
   QuantizedFormat format;
   int64_t n, k;
+  bool is_whole = false;  // whether a group is all of k, and more than a block
 
   QUIRE_MEMBER QuantizedShape(int code, int64_t base_group, int64_t n, int64_t k)
       : format(kQuantizedFormats[code]), n(n), k(k) {
     if (format.group == 0) {
       format.group = k == 0 ? int(kBlock) : int((k + kBlock - 1) / kBlock * kBlock);
       base_group = format.group;
+      is_whole = format.group > kBlock;
     }
-    if (format.base_group == 0) format.base_group = int(base_group);
+    if (format.base_group == 0) {
+      const bool is_long = format.bits == 4 && base_group % kLongGroup == 0 && k % kLongGroup == 0;
+      if (is_long) format.group = kLongGroup;
+      format.base_group = int(base_group);
+    }
   }
 
+  QUIRE_MEMBER bool has_long_groups() const { return format.group == kLongGroup && !is_whole; }
   QUIRE_MEMBER int64_t panels() const { return (n + kPanelColumns - 1) / kPanelColumns; }
   QUIRE_MEMBER int64_t groups() const { return ranges(format.group); }
   QUIRE_MEMBER int64_t padded_k() const { return groups() * format.group; }

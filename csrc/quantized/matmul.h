@@ -38,13 +38,13 @@ static void multiply_piece(const char* rows, int64_t num_rows, const PanelReader
       piece.bias = out.to.bias == nullptr ? nullptr : out.to.bias + out.column;
     }
     for_tiles(shape, height, 1, [&](int64_t vector, int64_t width) {
-      if (are_shared || (kIsAvx2 && layout.group <= QuantizedShape::kBlock)) {
+      if (are_shared || (kIsAvx2 && !layout.is_whole)) {
         const int64_t passes = kVectorsPerPanel / width;  // of a block
         piece.share = (are_shared ? block * passes : 0) + vector / width;
         piece.shares = (are_shared ? row_blocks : 1) * passes;
         piece.ahead = ahead - vector * W * kUnitBytes;
       }
-      RunTile* const run = quantized_tile(reader.shape.format, is_plain, has_halves, height, width);
+      RunTile* const run = quantized_tile(reader.shape, is_plain, has_halves, height, width);
       run(rows + row * layout.bytes, layout, piece, vector * W, sums + row * kPanelColumns);
     });
     if (!are_shared) piece.ask = Ask::kNot;

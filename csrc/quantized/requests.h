@@ -30,7 +30,7 @@ static bool is_read_as_stored(const PanelReader& reader, int64_t rows) {
 // first.
 static bool asks_in_line(const PanelReader& reader, int64_t rows) {
   const QuantizedShape& shape = reader.shape;
-  if (shape.k == 0 || shape.format.group > QuantizedShape::kBlock || has_groups_on_tiles(shape, rows)) return false;
+  if (shape.k == 0 || shape.is_whole || has_groups_on_tiles(shape, rows)) return false;
   return asks_in_line() && (kIsAvx2 || is_read_as_stored(reader, rows));
 }
 
@@ -43,7 +43,7 @@ static bool shares_requests(const PanelReader& reader, const QuantizedRow& layou
   if (asks_in_line(reader, rows)) return !is_one_pass;
   if (is_one_pass || !is_read_as_stored(reader, rows)) return false;
   if (kAsksNear) return blocks <= (has_large_nearest_cache() ? kSharingBlocks : kFewSharingBlocks);
-  return layout.group > QuantizedShape::kBlock && layout.group * kPanelColumns <= kMostShared;
+  return layout.is_whole && layout.group * kPanelColumns <= kMostShared;
 }
 
 // How a product of `rows` rows asks while it multiplies by a panel, piece after piece.
@@ -51,12 +51,13 @@ struct Requests {
   bool are_shared;
   Ask ask = Ask::kNext;
   int64_t ahead = kPanelAhead;  // how far behind what is read
-  int64_t line_bytes = 0;       // of the panel, fields included, for each group; 0: not in line (asks_in_line)
+  int64_t line_bytes = 0;       // of the panel, fields included, for each block or smaller group; 0: not in line
+  int64_t group_bytes = 0;      // the same for each group
   int64_t passed = 0;           // groups that are multiplied until what is asked for in line is read
 
   QUIRE_MEMBER Requests(const PanelReader& reader, const QuantizedRow& layout, int64_t rows, int64_t piece_groups)
       : are_shared(shares_requests(reader, layout, rows)) {
-    const bool has_small_groups = layout.group <= QuantizedShape::kBlock;
+    const bool has_small_groups = !layout.is_whole;
     if (are_shared) {
       ahead = piece_groups * layout.group / QuantizedShape::kBlock * reader.shape.block_bytes();
     } else if (W == 16 && is_intel() && !has_small_groups) {
@@ -70,7 +71,8 @@ struct Requests {
     }
     if (ask == Ask::kNot || !asks_in_line(reader, rows)) return;
     ahead = line_ahead(rows);
-    line_bytes = reader.shape.panel_bytes() / layout.groups;
+    line_bytes = reader.shape.panel_bytes() / (layout.groups * layout.blocks);
+    group_bytes = layout.blocks * line_bytes;
     passed = are_shared ? piece_groups : 0;
   }
 
@@ -85,7 +87,7 @@ struct Requests {
   // after them is asked for already.
   QUIRE_MEMBER void add_to(WeightPiece& piece, const char* integers, const char* read) const {
     piece.ask = ask;
-    piece.ahead = ahead + (line_bytes > 0 ? integers + (piece.first + passed) * line_bytes : read) - piece.units;
+    piece.ahead = ahead + (line_bytes > 0 ? integers + (piece.first + passed) * group_bytes : read) - piece.units;
     piece.line_bytes = line_bytes;
   }
 };

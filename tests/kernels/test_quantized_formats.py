@@ -83,7 +83,10 @@ def test_the_greatest_products_fit_the_sums(isa, format, byte):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("has_zeros", [False, True])
-@pytest.mark.parametrize(("n", "k", "scale_range"), [(1, 32, 32), (40, 200, 64), (33, 1300, 128), (7, 77, 77)])
+@pytest.mark.parametrize(
+    ("n", "k", "scale_range"),
+    [(1, 32, 32), (40, 200, 64), (33, 1300, 128), (7, 77, 77), (65, 1280, 128), (40, 768, 384), (33, 256, 1024)],
+)
 def test_integers_and_zeros_are_kept_and_products_have_the_references_bits(
     isa, bits, scale_dtype, has_zeros, n, k, scale_range
 ):
@@ -100,8 +103,26 @@ def test_integers_and_zeros_are_kept_and_products_have_the_references_bits(
         weight = kernels.pack_integers(in_bytes(integers, bits), scales, zeros, torch.float32, scale_range)
         if scale_dtype != torch.float32:  # exact: a product of few bits
             assert torch.equal(all_rows(weight), (integers - offsets) * scales.float()[:, of_k])
-        for count in (1, 4, 25):
+        for count in (1, 4, 11, 25):
             assert torch.equal(kernels.matmul(x[:count], weight), expected[:count]), count
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("integer", [0, 15])
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_the_greatest_products_of_long_groups_fit_the_sums(isa, integer, has_zeros):
+    integers, scales = torch.full((33, 640), integer, dtype=torch.uint8), torch.ones(33, 5)
+    zeros = torch.full((33, 5), 15 - integer, dtype=torch.uint8) if has_zeros else None
+    x = torch.ones(14, 640)
+    x[1:3], x[3, ::2], x[4, 1::2], x[5, 2::4] = -1, -1, -1, -1
+    parts = reference.split_integers(integers, scales, zeros, 4, 128)
+    assert parts[0].shape == (33, 5, 128)
+    expected = reference.quantized_matmul(x, *parts, None, torch.float32)
+    with using(isa):
+        weight = kernels.pack_integers(in_bytes(integers, 4), scales, zeros, torch.float32, 128)
+        for count in (1, 6, 14):
+            assert torch.equal(kernels.matmul(x[:count], weight), expected[:count])
 
 
 @needs_native

@@ -11,8 +11,8 @@ namespace quire::QUIRE_ISA {
 constexpr int64_t kFewestTileRows = 5;
 
 QUIRE_INLINE bool is_multiplied_on_tiles(const QuantizedShape& shape, int64_t rows) {
-  return rows >= kFewestTileRows && shape.format.bits == 8 && shape.format.group > QuantizedShape::kBlock &&
-         shape.k > 0 && shape.format.min == Number::kNone;
+  return rows >= kFewestTileRows && shape.format.bits == 8 && shape.is_whole && shape.k > 0 &&
+         shape.format.min == Number::kNone;
 }
 
 // Turns the sums of some rows and a panel into float32, in place, and asks for lines meanwhile. The last step of k

@@ -16,10 +16,10 @@ constexpr int64_t kFewestSignedRows = 40;
 constexpr int64_t kBytesAheadOfTiles = 8192;  // of a panel
 
 QUIRE_INLINE bool has_groups_on_tiles(const QuantizedShape& shape, int64_t rows) {
-  if (shape.format.group > QuantizedShape::kBlock) return false;
+  if (shape.is_whole) return false;
   if (streams_groups(shape, rows)) return true;
   return shape.format.bits == 8 ? rows >= fewest_rows_on_tiles(shape.format)
-                                : rows * shape.format.group >= kFewestTileValues;
+                                : rows * smaller(shape.format.group, QuantizedShape::kBlock) >= kFewestTileValues;
 }
 
 // What tiles multiply by of blocks [begin, end) of a panel, for `rows` rows of x: bytes as they are stored, or integers
@@ -57,24 +57,27 @@ struct GroupRequests {
 // before.
 template <int kGroup, bool kIsSigned, int R>
 struct GroupedSums {
-  static constexpr int64_t kGroupBytes = kGroup / kUnitBytes * kUnitRowBytes, kVectors = kPanelColumns / W;
+  static constexpr int64_t kPartBytes = kGroup / kUnitBytes * kUnitRowBytes, kVectors = kPanelColumns / W;
   static constexpr int64_t kTileBytes = kAmxRows * kAmxRowBytes;
   static_assert(kVectors == 2);
   using Bytes = std::conditional_t<kIsSigned, SignedBytes, int8_t>;
 
   template <int kTile>
   QUIRE_INLINE void multiply_vector(const char* units) {
-    clear_tile<kTile>();
     load_tile<6 + kTile % 2>(units + kTile % 2 * kAmxRowBytes, kUnitRowBytes);
     multiply_tiles<kTile, 4 + kTile / 2, 6 + kTile % 2>(static_cast<const Bytes*>(nullptr));
   }
 
-  // Of a group that has tiles 0 and 1 (kTurn 0) or 2 and 3.
+  // Of a group, of as many `parts` of kGroup, that has tiles 0 and 1 (kTurn 0) or 2 and 3.
   template <int kTurn>
-  QUIRE_INLINE void multiply(const char* x, int64_t x_stride, const char* units) {
-    load_tile<4 + kTurn>(x, x_stride);
-    multiply_vector<2 * kTurn>(units);
-    multiply_vector<2 * kTurn + 1>(units);
+  QUIRE_INLINE void multiply(const char* x, int64_t x_stride, const char* units, int64_t parts) {
+    clear_tile<2 * kTurn>();
+    clear_tile<2 * kTurn + 1>();
+    for (int64_t i = 0; i < parts; ++i, x += kGroup, units += kPartBytes) {
+      load_tile<4 + kTurn>(x, x_stride);
+      multiply_vector<2 * kTurn>(units);
+      multiply_vector<2 * kTurn + 1>(units);
+    }
   }
 
   template <int kTurn>
@@ -107,8 +110,8 @@ struct GroupedSums {
   static void run(const char* rows, const QuantizedRow& layout, const WeightPiece& given, GroupRequests requests,
                   float* sums) {
     const WeightPiece piece = given;
-    const char *x = rows + piece.first * kGroup, *units = piece.units;
-    const int64_t stride = layout.bytes;
+    const int64_t stride = layout.bytes, parts = layout.blocks, values = parts * kGroup, bytes = parts * kPartBytes;
+    const char *x = rows + piece.first * values, *units = piece.units;
     alignas(64) char products[2 * kVectors * kTileBytes];
     f32 sum[R][kVectors];
     QUIRE_UNROLL
@@ -118,9 +121,9 @@ struct GroupedSums {
         sum[r][v] = piece.first == 0 ? set1(0) : load(sums + r * kPanelColumns + v * W);
       }
     }
-    multiply<0>(x, stride, units);
+    multiply<0>(x, stride, units, parts);
     leave<0>(products);
-    if (piece.groups > 1) multiply<1>(x + kGroup, stride, units + kGroupBytes);
+    if (piece.groups > 1) multiply<1>(x + values, stride, units + bytes, parts);
     const auto step = [&]<int kTurn>(int64_t index) __attribute__((always_inline)) {
       if (requests.out != nullptr && index < R) __builtin_prefetch(requests.out + index * requests.out_stride, 1, 2);
       for (int64_t i = 0; i < requests.lines && requests.next < requests.end; ++i, requests.next += 64) {
@@ -135,7 +138,7 @@ struct GroupedSums {
       if (index + 1 < piece.groups) leave<1 - kTurn>(products);
       scale_rows<R / 4, R / 2>(group, stride, sum);
       if (index + 2 < piece.groups) {
-        multiply<kTurn>(x + (index + 2) * kGroup, stride, units + (index + 2) * kGroupBytes);
+        multiply<kTurn>(x + (index + 2) * values, stride, units + (index + 2) * bytes, parts);
       }
       scale_rows<R / 2, R>(group, stride, sum);
     };
@@ -172,10 +175,10 @@ static void multiply_groups(Tiles& tiles, const char* rows, int64_t num_rows, co
   for (int64_t row = 0; row < num_rows; --blocks) {
     const int64_t height = ceil_div(num_rows - row, blocks);
     if (is_last) requests.out = out.line(row);
-    tiles.configure_groups(height, layout.group);
+    tiles.configure_groups(height, smaller(layout.group, QuantizedShape::kBlock));
     RunGroups* const run = !groups.is_signed    ? grouped_sums<32, false>(height)
-                           : layout.group == 32 ? grouped_sums<32, true>(height)
-                                                : grouped_sums<16, true>(height);
+                           : layout.group == 16 ? grouped_sums<16, true>(height)
+                                                : grouped_sums<32, true>(height);
     run(rows + row * layout.bytes, layout, piece, requests, sums + row * kPanelColumns);
     requests.next += requests.lines * piece.groups * 64;
     row += height;

@@ -25,7 +25,7 @@ constexpr int64_t kBytesAheadOfBlocks = 4096;
 
 QUIRE_INLINE bool streams_groups(const QuantizedShape& shape, int64_t rows) {
   const QuantizedFormat& format = shape.format;
-  if (format.bits == 8 || format.group > QuantizedShape::kBlock || rows > kMostStreamedRows) return false;
+  if (format.bits == 8 || shape.is_whole || shape.has_long_groups() || rows > kMostStreamedRows) return false;
   return shape.k > 0 && rows >= fewest_rows_on_tiles(format);
 }
 

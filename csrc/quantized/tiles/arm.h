@@ -146,21 +146,24 @@ struct ArmTile {
         }
       } else {
         const int64_t half = kGroup == 16 ? index % 2 : 0;
-        const char* block = piece.units + index * kGroup / QuantizedShape::kBlock * kBlockBytes + column * kUnitBytes;
-        const char* ahead = block + piece.ahead;
-        QUIRE_UNROLL
-        for (int i = 0; i < kGroup / 8; ++i) {
-          const Place at = place(i);
-          if (!at.is_upper && (kBits == 8 || half == 0)) {
-            ask_for(piece.ask, ahead + at.row * kUnitRowBytes, kLines(G));
-            ask_for(piece.ask, ahead + (at.row + 1) * kUnitRowBytes, kLines(G));
-          }
-          products.load_x(x + at.x, row_bytes);
+        const int64_t first = index * layout.blocks * kGroup / QuantizedShape::kBlock;
+        const char* block = piece.units + first * kBlockBytes + column * kUnitBytes;
+        for (int64_t b = 0; b < layout.blocks; ++b, block += kBlockBytes, x += kGroup) {
+          const char* ahead = block + piece.ahead;
           QUIRE_UNROLL
-          for (int g = 0; g < G; ++g) {
-            const char* vector = block + g * W * kUnitBytes;
-            products.add(g, unpack(vector, half, at.row, at.is_upper, table),
-                         unpack(vector, half, at.row + 1, at.is_upper, table));
+          for (int i = 0; i < kGroup / 8; ++i) {
+            const Place at = place(i);
+            if (!at.is_upper && (kBits == 8 || half == 0)) {
+              ask_for(piece.ask, ahead + at.row * kUnitRowBytes, kLines(G));
+              ask_for(piece.ask, ahead + (at.row + 1) * kUnitRowBytes, kLines(G));
+            }
+            products.load_x(x + at.x, row_bytes);
+            QUIRE_UNROLL
+            for (int g = 0; g < G; ++g) {
+              const char* vector = block + g * W * kUnitBytes;
+              products.add(g, unpack(vector, half, at.row, at.is_upper, table),
+                           unpack(vector, half, at.row + 1, at.is_upper, table));
+            }
           }
         }
       }

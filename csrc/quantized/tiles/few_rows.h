@@ -10,7 +10,7 @@ namespace quire::QUIRE_ISA {
 constexpr int64_t kMostFewRows = kFewestByteRows - 1;
 
 QUIRE_INLINE bool is_of_few_rows(const QuantizedShape& shape, int64_t rows) {
-  return shape.format.group <= QuantizedShape::kBlock && shape.k > 0 && rows < fewest_rows_on_tiles(shape.format);
+  return !shape.is_whole && shape.k > 0 && rows < fewest_rows_on_tiles(shape.format);
 }
 
 // A panel's integers, and what is asked for while they are read: `line_bytes` with each block, from `ahead` on. What is
@@ -26,8 +26,9 @@ struct StoredBlocks {
   }
 };
 
-// R rows of x times a panel's groups, with a template for each R, as most sums stay in registers.
-template <int kBits, bool kHasTable, int kGroup, int R>
+// R rows of x times a panel's groups, with a template for each R, as most sums stay in registers. kIsLong: groups have
+// several blocks, of kGroup each.
+template <int kBits, bool kHasTable, int kGroup, bool kIsLong, int R>
 struct FewRows {
   static constexpr int kVectors = int(kPanelColumns / W), kSteps = kGroup / int(kUnitBytes);
   static constexpr int kGroupsPerBlock = int(QuantizedShape::kBlock) / kGroup;
@@ -52,22 +53,15 @@ struct FewRows {
     }
   }
 
-  // sum += the products with the group `index`.
+  // acc += the products with a block of a group, or with a group of half a block.
   template <int kHalf>
-  QUIRE_INLINE void multiply(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, int64_t index,
-                             const Block& block, const ByteTable& table, Sums& sum) {
-    const int64_t group = piece.first + index, stride = layout.bytes;
-    const char* x = rows + group * kGroup;
-    const char* lacks = rows + layout.lacks_at + group * int64_t(sizeof(int32_t));
-    const char* x_scales = rows + layout.scales_at + group * int64_t(sizeof(float));
-    const f32 scale[kVectors] = {piece.scale(index, 0), piece.scale(index, W)};
-    i32 acc[R][kVectors], upper[kVectors] = {};
+  QUIRE_INLINE void add_block(const char* x, int64_t stride, const Block& block, const ByteTable& table,
+                              i32 (&acc)[R][kVectors]) {
+    i32 upper[kVectors] = {};
     QUIRE_UNROLL
     for (int v = 0; v < kVectors && (kBits == 5 || kBits == 6); ++v) {
       upper[v] = load_lanes(block.units + (4 + kHalf) * kUnitRowBytes + v * W * kUnitBytes);
     }
-    QUIRE_UNROLL
-    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = set1_lane(lacks + r * stride);
     QUIRE_UNROLL
     for (int step = 0; step < kSteps; ++step) {
       keep_order();
@@ -89,6 +83,27 @@ struct FewRows {
       }
     }
     keep_order();
+  }
+
+  // sum += the products with the group `index`, whose first block, of the panel's, is `number`.
+  template <int kHalf>
+  QUIRE_INLINE void multiply(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, int64_t index,
+                             const StoredBlocks& blocks, int64_t number, const ByteTable& table, Sums& sum) {
+    const int64_t group = piece.first + index, stride = layout.bytes, num_blocks = kIsLong ? layout.blocks : 1;
+    const char* x = rows + group * num_blocks * kGroup;
+    const char* lacks = rows + layout.lacks_at + group * int64_t(sizeof(int32_t));
+    const char* x_scales = rows + layout.scales_at + group * int64_t(sizeof(float));
+    const f32 scale[kVectors] = {piece.scale(index, 0), piece.scale(index, W)};
+    i32 acc[R][kVectors];
+    QUIRE_UNROLL
+    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = set1_lane(lacks + r * stride);
+    for (int64_t i = 0; i < num_blocks; ++i, ++number, x += kGroup) {
+      const Block block = {blocks.units + number * kBlockBytes, blocks.line(number)};
+      add_block<kHalf>(x, stride, block, table, acc);
+      for (int64_t at = kLines * 64; kHalf == kGroupsPerBlock - 1 && at < blocks.line_bytes; at += 64) {
+        ask_for(Ask::kNext, block.line + at);
+      }
+    }
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
       const f32 x_scale = set1(*reinterpret_cast<const float*>(x_scales + r * stride));
@@ -113,13 +128,11 @@ struct FewRows {
         sum[r][v] = piece.first == 0 ? set1(0) : load(sums + r * kPanelColumns + v * W);
       }
     }
-    int64_t index = 0, number = piece.first / kGroupsPerBlock;
-    const char* units = blocks.units + number * kBlockBytes;
-    for (; index < piece.groups; index += kGroupsPerBlock, ++number, units += kBlockBytes) {
-      const Block block = {units, blocks.line(number)};
-      multiply<0>(rows, layout, piece, index, block, table, sum);
-      if constexpr (kGroupsPerBlock == 2) multiply<1>(rows, layout, piece, index + 1, block, table, sum);
-      for (int64_t at = kLines * 64; at < blocks.line_bytes; at += 64) ask_for(Ask::kNext, block.line + at);
+    const int64_t num_blocks = kIsLong ? layout.blocks : 1;
+    int64_t index = 0, number = piece.first * num_blocks / kGroupsPerBlock;
+    for (; index < piece.groups; index += kGroupsPerBlock, number += num_blocks) {
+      multiply<0>(rows, layout, piece, index, blocks, number, table, sum);
+      if constexpr (kGroupsPerBlock == 2) multiply<1>(rows, layout, piece, index + 1, blocks, number, table, sum);
     }
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -131,15 +144,17 @@ struct FewRows {
 
 using RunFewRows = void(const char*, const QuantizedRow&, const WeightPiece&, const StoredBlocks&, float*);
 
-template <int kBits, bool kHasTable, int kGroup, int R = 1>
+template <int kBits, bool kHasTable, int kGroup, bool kIsLong = false, int R = 1>
 static RunFewRows* few_rows(int64_t rows) {
   if constexpr (R < (kBits == 8 ? kFewestByteRows : kFewestSmallRows) - 1) {
-    if (rows > R) return few_rows<kBits, kHasTable, kGroup, R + 1>(rows);
+    if (rows > R) return few_rows<kBits, kHasTable, kGroup, kIsLong, R + 1>(rows);
   }
-  return &FewRows<kBits, kHasTable, kGroup, R>::run;
+  return &FewRows<kBits, kHasTable, kGroup, kIsLong, R>::run;
 }
 
-static RunFewRows* few_rows_of(const QuantizedFormat& format, int64_t rows) {
+static RunFewRows* few_rows_of(const QuantizedShape& shape, int64_t rows) {
+  const QuantizedFormat& format = shape.format;
+  if (shape.has_long_groups()) return few_rows<4, false, 32, true>(rows);
   if (format.table != nullptr) return few_rows<4, true, 32>(rows);
   if (format.bits == 8) return few_rows<8, false, 32>(rows);
   if (format.bits == 6) return few_rows<6, false, 16>(rows);
@@ -191,7 +206,7 @@ static void multiply_few_rows(const char* rows, int64_t num_rows, const PanelRea
   const char* units = panel + reader.integers_at;
   const int64_t line_bytes = layout.has_mins ? shape.block_bytes() : shape.panel_bytes() / shape.blocks();
   const StoredBlocks blocks = {units, units + kBytesAheadOfBlocks, line_bytes};
-  RunFewRows* const run = few_rows_of(shape.format, num_rows);
+  RunFewRows* const run = few_rows_of(shape, num_rows);
   if (!are_written_past(out.to, num_rows)) out.expect(0, num_rows, true);
   for (int64_t first = 0; first < layout.groups; first += piece_groups) {
     const int64_t end = smaller(first + piece_groups, layout.groups);

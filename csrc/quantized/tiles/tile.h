@@ -52,7 +52,8 @@ QUIRE_INLINE bool has_bytes(const QuantizedFormat& format) { return format.bits 
 // because stored integers have too much (lack_of), then the sum of its values times the scale.
 struct QuantizedRow {
   int64_t k, group, groups, zero, bits;
-  bool has_mins, has_bytes;
+  bool has_mins, has_bytes, is_whole;
+  int64_t blocks;  // of a group, unless that is all of k
   int64_t scales_at, lacks_at, sums_at, bytes;
 
   QUIRE_MEMBER explicit QuantizedRow(const QuantizedShape& shape)
@@ -63,6 +64,8 @@ struct QuantizedRow {
         bits(shape.format.bits),
         has_mins(shape.format.min != Number::kNone),
         has_bytes(quire::QUIRE_ISA::has_bytes(shape.format)),
+        is_whole(shape.is_whole),
+        blocks(is_whole ? 1 : ceil_div(group, QuantizedShape::kBlock)),
         scales_at(groups * group * value_bytes()),
         lacks_at(scales_at + groups * int64_t(sizeof(float))),
         sums_at(lacks_at + groups * int64_t(sizeof(int32_t))),
@@ -75,7 +78,7 @@ struct QuantizedRow {
 };
 
 QUIRE_INLINE const TileShape& shape_of(const QuantizedRow& layout) {
-  return layout.group > QuantizedShape::kBlock ? kByteShape : kGroupedShape;
+  return layout.is_whole ? kByteShape : kGroupedShape;
 }
 
 // A piece of a panel: of `groups` groups the units [group / 4][32], scales and mins [groups][32].
@@ -88,7 +91,8 @@ struct WeightPiece {
   Ask ask = Ask::kNot;            // whether a tile asks for weights while it multiplies,
   int64_t ahead = 0;              // how far behind its units these lie,
   int64_t share = 0, shares = 1;  // and which share of them: all passes ask for one, or those of the first rows for all
-  int64_t line_bytes = 0;  // asked for with each group where that is in line (asks_in_line()); else as much as it takes
+  // Asked for with each block or smaller group where that is in line (asks_in_line()); else as much as it takes.
+  int64_t line_bytes = 0;
   // Where a large tile writes its results, plus bias, which may be null, in rows `out_stride` apart; null: to the sums.
   bf16* out = nullptr;
   int64_t out_stride = 0;
@@ -112,7 +116,7 @@ struct PanelOut {
 
   // Whether tiles write these rows themselves: so many that no tile has fewer than kWritingRows.
   QUIRE_MEMBER bool is_written_by_tiles(const QuantizedRow& layout, int64_t rows) const {
-    const bool is_whole = layout.group > QuantizedShape::kBlock && column + kPanelColumns <= to.n;
+    const bool is_whole = layout.is_whole && column + kPanelColumns <= to.n;
     return rows >= int64_t{kWritingRows} * kByteShape.rows && is_whole && to.dtype == kBFloat16;
   }
 
@@ -128,7 +132,7 @@ struct PanelOut {
 template <bool kHalves>
 struct QuantizedTile {
   static constexpr TileShape kShape = kByteShape;
-  static constexpr int64_t kValueBytes = sizeof(ByteSums::Value);
+  static constexpr int64_t kValueBytes = sizeof(ByteSums::Value), kHalf = QuantizedShape::kBlock / 2;
   static constexpr bool kIsWhole = kUnpacksInRegisters;  // there is one group: others have tiles of their own
 
   template <int R, int G>
@@ -172,7 +176,10 @@ struct QuantizedTile {
         ask_for(ask, ahead, (G * W * kUnitBytes + 63) / 64);
         ahead += step;
         multiply<R, G>(acc, units, x, 0, 0);
-        if constexpr (kHalves) multiply<R, G>(acc, units, x, QuantizedShape::kBlock / 2, 4);
+        if constexpr (kHalves) {
+          multiply<R, G>(acc, units, x, kHalf, 4);
+          if (unit % (kHalf / kUnitBytes) == kHalf / kUnitBytes - 1) x += kHalf * kValueBytes;  // which it has done
+        }
       }
       f32 scale[G];
       QUIRE_UNROLL

@@ -175,7 +175,7 @@ struct PanelReader {
 
   // Whether the integers of a block are one group and stand for themselves, two in each byte.
   QUIRE_MEMBER bool has_plain_halves() const {
-    return shape.format.bits == 4 && shape.format.table == nullptr && shape.format.group == QuantizedShape::kBlock;
+    return shape.format.bits == 4 && shape.format.table == nullptr && shape.format.group >= QuantizedShape::kBlock;
   }
 
   // Whether tiles multiply by integers as they are stored, in whatever number of rows.

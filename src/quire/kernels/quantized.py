@@ -108,8 +108,9 @@ def pack_integers(
     parts: integers of equal bits, those of each below those of the one before. scales [n, ranges] float16, bfloat16 or
     float32; zeros uint8 [n, ranges], or None where all are 2 ** (bits - 1). `scale_range` is a multiple of 32, or at
     least k. uint8 scales and 4 bits are MXFP4: bits of its numbers, and exponents for each 32. All contiguous. `dtype`
-    is that of the rows that it will be multiplied with. Column j is multiplied with x's column `order[j]`, int32 [k],
-    if that is given. Raises KernelError if a scale is not finite.
+    is that of the rows that it will be multiplied with: these are rounded in groups of 32, or of 128 for integers of 4
+    bits if k and `scale_range` are multiples of 128. Column j is multiplied with x's column `order[j]`, int32 [k], if
+    that is given. Raises KernelError if a scale is not finite.
     """
     n = sum(part.rows.numel() for part in parts)
     k, bits = (parts[0].columns.numel(), parts[0].bits) if parts else (0, 0)

@@ -149,18 +149,23 @@ _FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 def split_integers(
     integers: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, scale_range: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As kernels.pack_integers, to integers [n, num_groups, 32] int16, scales and mins [n, num_groups] float32."""
+    """As kernels.pack_integers, to integers [n, num_groups, group] int16, scales and mins [n, num_groups] float32.
+
+    Groups are of 32, and of 128 where integers have 4 bits and both k and `scale_range` are multiples of 128.
+    """
     if scales.dtype is torch.uint8:
         table = torch.tensor(_FLOAT4, dtype=torch.int16)
         numbers, scales = table[integers.long()], torch.ldexp(torch.ones(scales.shape), scales.int() - 128)
     else:
         numbers, scales = integers.to(torch.int16), scales.float()
         numbers = numbers if zeros is not None else numbers - 2 ** (bits - 1)
-    groups = -(-integers.shape[1] // 32)
-    per_group = torch.arange(groups) * 32 // scale_range
+    k = integers.shape[1]
+    group = 128 if bits == 4 and k % 128 == 0 and min(scale_range, k) % 128 == 0 else 32
+    groups = -(-k // group)
+    per_group = torch.arange(groups) * group // scale_range
     scales = scales[:, per_group]
     mins = None if zeros is None else zeros[:, per_group] * scales
-    return F.pad(numbers, (0, -numbers.shape[1] % 32)).view(-1, groups, 32), scales, mins
+    return F.pad(numbers, (0, -k % group)).view(-1, groups, group), scales, mins
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
