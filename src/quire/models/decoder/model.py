@@ -16,8 +16,17 @@ from quire.config.kv_cache import KVCacheSpec, NoCacheSpec
 from quire.config.model import ModelConfig, rope_config
 from quire.models.base import CausalLM
 from quire.models.decoder.layers import LAYERS, DecoderLayer, summing
-from quire.models.decoder.reading import check_experts, read_heads
-from quire.models.decoder.shapes import Arrangement, AttentionShape, DecoderShape, LayerShape, MLPShape
+from quire.models.decoder.reading import Setting, check_experts, read_heads, read_setting, read_window
+from quire.models.decoder.shapes import (
+    Arrangement,
+    AttentionShape,
+    DecoderShape,
+    HeadNormShape,
+    LayerShape,
+    MLPShape,
+    QKVLayout,
+    Span,
+)
 from quire.models.decoder.watch import Watch
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.batch_tensors import BatchTensors, LayerCache
@@ -59,9 +68,9 @@ class Boundary:
 class Decoder(CausalLM):
     """A decoder as `shape` describes it.
 
-    A family overrides `shape`, or only the parts of it that differ from those of Llama without biases: `layer_shape`,
-    `attention_shape`, `mlp_shape`, `experts_shape`, `norm_shape`, `rope_shape`. They take the layer's number, and read
-    the config alone.
+    A family states what differs from Llama without biases: by the attributes below, or where they do not suffice, by
+    overriding `shape`, or the parts of it: `layer_shape`, `attention_shape`, `window`, `mlp_shape`, `experts_shape`,
+    `norm_shape`, `rope_shape`. They take the layer's number, and read the config alone.
     """
 
     renames: ClassVar[tuple[tuple[str, str], ...]] = ((r"^model\.", ""),)
@@ -83,6 +92,26 @@ class Decoder(CausalLM):
     """The norms over the hidden size, with the epsilon of a config without the key."""
     default_activation: ClassVar[str] = "silu"
     """Of the MLP, in a config without `hidden_act`."""
+    default_mlp_ratio: ClassVar[int | None] = None
+    """The width of the MLP divided by hidden_size, in a config without `intermediate_size`. None: it must be there."""
+    has_gated_mlp: ClassVar[bool] = True
+    has_stacked_mlp: ClassVar[bool] = False
+    """Whether the checkpoint has gate and up in one tensor."""
+    mlp_bias: ClassVar[Setting] = False
+    qkv_bias: ClassVar[Setting] = False
+    o_bias: ClassVar[Setting] = False
+    head_bias: ClassVar[Setting] = False
+    """Of the language model head."""
+    qkv_layout: ClassVar[QKVLayout] = QKVLayout.APART
+    is_transposed: ClassVar[Setting] = False
+    """Whether the checkpoint has the matrices of attention and MLP as [in, out]."""
+    has_head_norm: ClassVar[Setting] = False
+    """Whether queries and keys have norms, like those over the hidden size."""
+    head_norm_span: ClassVar[Span] = Span.HEAD
+    norms_rotated_heads: ClassVar[bool] = False
+    """Whether heads are rotated before their norms."""
+    has_window: ClassVar[bool] = False
+    """Whether the config's `sliding_window`, if there is one, is that of all layers."""
     arrangement: ClassVar[Arrangement] = Arrangement.PRE_NORM
     """Of all layers."""
 
@@ -176,6 +205,7 @@ class Decoder(CausalLM):
             is_tied=hf.flag("tie_word_embeddings", cls.ties_by_default),
             dtype=getattr(torch, config.dtype),
             embed_width=hf.size("hidden_size"),
+            head_bias=read_setting(hf, cls.head_bias),
         )
 
     @classmethod
@@ -186,10 +216,28 @@ class Decoder(CausalLM):
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        """Of layer number `layer`: here full attention without biases."""
+        """Of layer number `layer`."""
         num_heads, num_kv_heads, head_dim = read_heads(hf, cls.default_head_dim)
-        rope, is_causal = cls.rope_shape(hf, layer, head_dim), hf.flag("is_causal", True)
-        return AttentionShape(num_heads, num_kv_heads, head_dim, scale=head_dim**-0.5, rope=rope, is_causal=is_causal)
+        norm = HeadNormShape(cls.norm_shape(hf), cls.head_norm_span, cls.norms_rotated_heads)
+        return AttentionShape(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            scale=head_dim**-0.5,
+            qkv_bias=read_setting(hf, cls.qkv_bias),
+            o_bias=read_setting(hf, cls.o_bias),
+            qkv_layout=cls.qkv_layout,
+            is_transposed=read_setting(hf, cls.is_transposed),
+            rope=cls.rope_shape(hf, layer, head_dim),
+            head_norm=norm if read_setting(hf, cls.has_head_norm) else None,
+            is_causal=hf.flag("is_causal", True),
+            sliding_window=cls.window(hf, layer),
+        )
+
+    @classmethod
+    def window(cls, hf: HFConfig, layer: int) -> int | None:
+        """The sliding window of layer number `layer`. None: its tokens see all before them."""
+        return read_window(hf) if cls.has_window else None
 
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
@@ -200,8 +248,18 @@ class Decoder(CausalLM):
 
     @classmethod
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
-        """Of layer number `layer`: here gated, without biases."""
-        return MLPShape(hf.size("intermediate_size"), activation_kind(hf, "hidden_act", cls.default_activation))
+        """Of layer number `layer`."""
+        default = () if cls.default_mlp_ratio is None else (cls.default_mlp_ratio * hf.size("hidden_size"),)
+        bias = read_setting(hf, cls.mlp_bias)
+        return MLPShape(
+            hf.size("intermediate_size", *default),
+            activation_kind(hf, "hidden_act", cls.default_activation),
+            is_gated=cls.has_gated_mlp,
+            is_stacked=cls.has_stacked_mlp,
+            up_bias=bias,
+            down_bias=bias,
+            is_transposed=read_setting(hf, cls.is_transposed),
+        )
 
     @classmethod
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:

@@ -14,6 +14,13 @@ from quire.models.weights.stacked import Stack
 _MAX_EXPERTS = 65536
 _MAX_PREDICTION_LAYERS = 64
 FULL, SLIDING = LAYER_TYPES
+Setting = bool | tuple[str, bool]
+"""True or False in all models of a family, or the config's key for it and the value of a config without the key."""
+
+
+def read_setting(hf: HFConfig, setting: Setting) -> bool:
+    """The value for this config."""
+    return setting if isinstance(setting, bool) else hf.flag(*setting)
 
 
 def read_heads(hf: HFConfig, head_dim: int | None = None) -> tuple[int, int, int]:
@@ -28,6 +35,18 @@ def read_heads(hf: HFConfig, head_dim: int | None = None) -> tuple[int, int, int
     if hf.get("head_dim") is None and head_dim is None and hidden_size % num_heads:
         raise CheckpointError(f"{hf.source}: hidden_size {hidden_size} is not a multiple of {num_heads} heads")
     return num_heads, num_kv_heads, hf.size("head_dim", head_dim or hidden_size // num_heads)
+
+
+def read_window(hf: HFConfig, default: int | None = None) -> int | None:
+    """The config's `sliding_window`, null for None; `default` in a config without the key."""
+    window = hf.get("sliding_window", default)
+    return None if window is None else hf.size("sliding_window", window)
+
+
+def read_cap(hf: HFConfig, key: str, default: float | None) -> float | None:
+    """A soft cap, null for None; `default` in a config without the key."""
+    cap = hf.get(key, default)
+    return None if cap is None else hf.number(key, cap)
 
 
 def read_clip(hf: HFConfig) -> float | None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.models.decoder.reading import FULL, SLIDING, layer_type
-from quire.models.decoder.shapes import Arrangement, AttentionShape, DecoderShape, HeadNormShape, Span
+from quire.models.decoder.shapes import Arrangement, DecoderShape, Span
 from quire.models.families.llama import LlamaForCausalLM
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
@@ -22,24 +22,20 @@ class CohereForCausalLM(LlamaForCausalLM):
     has_interleaved_rope = True
     default_norm = NormShape(1e-5, is_rms=False)
     arrangement = Arrangement.PARALLEL
+    has_head_norm = ("use_qk_norm", False)
+    head_norm_span = Span.EACH_HEAD
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
         return replace(super().shape(config), logit_multiplier=config.hf_config.number("logit_scale", _LOGIT_SCALE))
-
-    @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        norm = HeadNormShape(cls.norm_shape(hf), Span.EACH_HEAD) if hf.flag("use_qk_norm", False) else None
-        return replace(super().attention_shape(hf, layer), head_norm=norm)
 
 
 class Cohere2ForCausalLM(CohereForCausalLM):
     """Three of four layers have a window, and the fourth no rotary embedding."""
 
     @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        window = hf.size("sliding_window", _WINDOW) if _is_sliding(hf, layer) else None
-        return replace(super().attention_shape(hf, layer), sliding_window=window)
+    def window(cls, hf: HFConfig, layer: int) -> int | None:
+        return hf.size("sliding_window", _WINDOW) if _is_sliding(hf, layer) else None
 
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:

@@ -8,13 +8,8 @@ import torch
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig, rope_config
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.reading import FULL, SLIDING, layer_type
-from quire.models.decoder.shapes import (
-    Arrangement,
-    AttentionShape,
-    DecoderShape,
-    HeadNormShape,
-)
+from quire.models.decoder.reading import FULL, SLIDING, layer_type, read_cap
+from quire.models.decoder.shapes import Arrangement, AttentionShape, DecoderShape
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
 
@@ -30,6 +25,7 @@ class GemmaForCausalLM(Decoder):
     default_head_dim = 256
     default_norm = NormShape(1e-6, offset=1.0)
     default_activation = "gelu_pytorch_tanh"
+    qkv_bias = o_bias = ("attention_bias", False)
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
@@ -39,9 +35,8 @@ class GemmaForCausalLM(Decoder):
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        shape, bias = super().attention_shape(hf, layer), hf.flag("attention_bias", False)
-        is_causal = shape.is_causal and not hf.flag("use_bidirectional_attention", False)
-        return replace(shape, qkv_bias=bias, o_bias=bias, is_causal=is_causal)
+        shape = super().attention_shape(hf, layer)
+        return replace(shape, is_causal=shape.is_causal and not hf.flag("use_bidirectional_attention", False))
 
 
 class Gemma2ForCausalLM(GemmaForCausalLM):
@@ -56,7 +51,7 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
-        cap = _cap(config.hf_config, "final_logit_softcapping", cls.default_caps[1])
+        cap = read_cap(config.hf_config, "final_logit_softcapping", cls.default_caps[1])
         return replace(super().shape(config), logit_softcap=cap)
 
     @classmethod
@@ -64,9 +59,12 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
         return replace(
             super().attention_shape(hf, layer),
             scale=hf.number("query_pre_attn_scalar", _QUERY_SCALAR) ** -0.5,
-            sliding_window=hf.size("sliding_window", _WINDOW) if cls.layer_type(hf, layer) == SLIDING else None,
-            softcap=_cap(hf, "attn_logit_softcapping", cls.default_caps[0]),
+            softcap=read_cap(hf, "attn_logit_softcapping", cls.default_caps[0]),
         )
+
+    @classmethod
+    def window(cls, hf: HFConfig, layer: int) -> int | None:
+        return hf.size("sliding_window", _WINDOW) if cls.layer_type(hf, layer) == SLIDING else None
 
     @classmethod
     def layer_type(cls, hf: HFConfig, layer: int) -> str:
@@ -91,14 +89,12 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
     default_period = 6
     default_caps = (None, None)
+    has_head_norm = True
 
     @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        shape = super().attention_shape(hf, layer)
-        window = shape.sliding_window
-        if window is not None and hf.flag("use_bidirectional_attention", False):
-            window //= 2
-        return replace(shape, head_norm=HeadNormShape(cls.norm_shape(hf)), sliding_window=window)
+    def window(cls, hf: HFConfig, layer: int) -> int | None:
+        window = super().window(hf, layer)
+        return window // 2 if window and hf.flag("use_bidirectional_attention", False) else window
 
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
@@ -114,7 +110,3 @@ class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
 
     renames: ClassVar = ((r"^(model\.)?language_model\.", ""), (r"^model\.", ""))
     ignored: ClassVar = (*Gemma3ForCausalLM.ignored, r"^(model\.)?(vision_tower|multi_modal_projector)\.")
-
-
-def _cap(hf: HFConfig, key: str, default: float | None) -> float | None:
-    return default if key not in hf else None if hf[key] is None else hf.number(key)

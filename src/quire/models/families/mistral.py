@@ -1,13 +1,11 @@
 """Mistral (Jiang et al. 2023) and Ministral (3 too): sliding windows in every layer, in some, or in none."""
 
-from dataclasses import replace
 from typing import ClassVar
 
 from quire.config.hf_config import HFConfig
 from quire.config.model import rope_config
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.reading import SLIDING, layer_type
-from quire.models.decoder.shapes import AttentionShape
+from quire.models.decoder.reading import SLIDING, layer_type, read_window
 from quire.models.layers.rotary import RopeShape
 
 _DEFAULT_WINDOW = 4096
@@ -19,10 +17,8 @@ class MistralForCausalLM(Decoder):
     default_window: ClassVar[int | None] = _DEFAULT_WINDOW
 
     @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        window = hf.get("sliding_window", cls.default_window)
-        window = None if window is None else hf.size("sliding_window", cls.default_window or 1)
-        return replace(super().attention_shape(hf, layer), sliding_window=window)
+    def window(cls, hf: HFConfig, layer: int) -> int | None:
+        return read_window(hf, cls.default_window)
 
 
 class Ministral3ForCausalLM(MistralForCausalLM):
@@ -48,8 +44,6 @@ class MinistralForCausalLM(Decoder):
     """`layer_types` names the layers with a window: by default all, if `sliding_window` is given."""
 
     @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        has_window = hf.get("sliding_window") is not None
-        is_sliding = has_window and layer_type(hf, layer, lambda _: SLIDING) == SLIDING
-        window = hf.size("sliding_window") if is_sliding else None
-        return replace(super().attention_shape(hf, layer), sliding_window=window)
+    def window(cls, hf: HFConfig, layer: int) -> int | None:
+        window = read_window(hf)
+        return window if window and layer_type(hf, layer, lambda _: SLIDING) == SLIDING else None

@@ -5,7 +5,7 @@ from dataclasses import replace
 from quire.config.hf_config import HFConfig
 from quire.config.model import rope_config
 from quire.models.decoder.reading import FULL, SLIDING, layer_type, read_clip
-from quire.models.decoder.shapes import Arrangement, AttentionShape, HeadNormShape, Span
+from quire.models.decoder.shapes import Arrangement, AttentionShape, Span
 from quire.models.families.llama import LlamaForCausalLM
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
@@ -31,21 +31,16 @@ class Olmo2ForCausalLM(LlamaForCausalLM):
 
     default_norm = NormShape(1e-5)
     arrangement = Arrangement.OUTPUT_NORM
-
-    @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        norm = HeadNormShape(cls.norm_shape(hf), Span.PROJECTION)
-        return replace(super().attention_shape(hf, layer), head_norm=norm)
+    has_head_norm = True
+    head_norm_span = Span.PROJECTION
 
 
 class Olmo3ForCausalLM(Olmo2ForCausalLM):
     """OLMo 2 with sliding windows in three of four layers, which are not stretched beyond the trained length."""
 
     @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        is_sliding = cls._layer_type(hf, layer) == SLIDING
-        window = hf.size("sliding_window", _DEFAULT_WINDOW) if is_sliding else None
-        return replace(super().attention_shape(hf, layer), sliding_window=window)
+    def window(cls, hf: HFConfig, layer: int) -> int | None:
+        return hf.size("sliding_window", _DEFAULT_WINDOW) if cls._layer_type(hf, layer) == SLIDING else None
 
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:

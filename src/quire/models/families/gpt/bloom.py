@@ -29,6 +29,8 @@ class BloomForCausalLM(Decoder):
     ties_by_default = True
     default_norm = NormShape(1e-5, is_rms=False, has_bias=True)
     has_rope = False
+    qkv_bias = o_bias = True
+    qkv_layout = QKVLayout.BY_GROUP
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
@@ -43,8 +45,7 @@ class BloomForCausalLM(Decoder):
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
         attention = super().attention_shape(hf, layer)
-        slopes = alibi_slopes(attention.num_heads)
-        return replace(attention, qkv_bias=True, o_bias=True, qkv_layout=QKVLayout.BY_GROUP, slopes=slopes)
+        return replace(attention, slopes=alibi_slopes(attention.num_heads))
 
     @classmethod
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:

@@ -8,8 +8,7 @@ import torch
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.model import Decoder
 from quire.models.decoder.reading import alibi_slopes
-from quire.models.decoder.shapes import Arrangement, AttentionShape, LayerShape, MLPShape, QKVLayout
-from quire.models.layers.activation import activation_kind
+from quire.models.decoder.shapes import Arrangement, AttentionShape, LayerShape, QKVLayout
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
 
@@ -33,6 +32,11 @@ class FalconForCausalLM(Decoder):
     fused: ClassVar = {}
     ties_by_default = True
     default_norm = NormShape(1e-5, is_rms=False, has_bias=True)
+    default_activation = "gelu"
+    default_mlp_ratio = 4
+    has_gated_mlp = False
+    qkv_bias = o_bias = mlp_bias = ("bias", False)
+    qkv_layout = QKVLayout.BY_GROUP
 
     @classmethod
     def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
@@ -40,28 +44,16 @@ class FalconForCausalLM(Decoder):
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        attention, bias = super().attention_shape(hf, layer), hf.flag("bias", False)
+        attention = super().attention_shape(hf, layer)
         num_kv_heads = attention.num_kv_heads
         if not hf.flag("new_decoder_architecture", False):
             num_kv_heads = 1 if hf.flag("multi_query", True) else attention.num_heads
-        return replace(
-            attention,
-            num_kv_heads=num_kv_heads,
-            qkv_bias=bias,
-            o_bias=bias,
-            qkv_layout=QKVLayout.BY_GROUP,
-            slopes=_slopes(attention.num_heads, attention.scale) if hf.flag("alibi", False) else None,
-        )
+        slopes = _slopes(attention.num_heads, attention.scale) if hf.flag("alibi", False) else None
+        return replace(attention, num_kv_heads=num_kv_heads, slopes=slopes)
 
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
         return None if hf.flag("alibi", False) else super().rope_shape(hf, layer, head_dim)
-
-    @classmethod
-    def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
-        width, bias = hf.size("intermediate_size", 4 * hf.size("hidden_size")), hf.flag("bias", False)
-        activation = activation_kind(hf, "hidden_act", "gelu")
-        return MLPShape(width, activation, is_gated=False, up_bias=bias, down_bias=bias)
 
 
 def _slopes(num_heads: int, scale: float) -> tuple[float, ...]:

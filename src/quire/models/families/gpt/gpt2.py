@@ -7,8 +7,8 @@ from quire.common.errors import UnsupportedModelError
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.shapes import AttentionShape, DecoderShape, MLPShape, PositionsShape, QKVLayout
-from quire.models.layers.activation import activation_kind
+from quire.models.decoder.reading import Setting
+from quire.models.decoder.shapes import AttentionShape, DecoderShape, PositionsShape, QKVLayout
 from quire.models.layers.norm import NormShape
 
 
@@ -31,7 +31,13 @@ class GPT2LMHeadModel(Decoder):
     fused: ClassVar = {}
     ties_by_default = True
     default_norm = NormShape(1e-5, is_rms=False, has_bias=True)
+    default_activation = "gelu_new"
+    default_mlp_ratio = 4
     has_rope = False
+    has_gated_mlp = False
+    qkv_bias = o_bias = mlp_bias = True
+    qkv_layout = QKVLayout.STACKED
+    is_transposed: ClassVar[Setting] = ("transposed_matrices", True)
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
@@ -45,17 +51,4 @@ class GPT2LMHeadModel(Decoder):
         scale = attention.scale if hf.flag("scale_attn_weights", True) else 1.0
         if hf.flag("scale_attn_by_inverse_layer_idx", False):
             scale /= layer + 1
-        attention = replace(attention, scale=scale, qkv_bias=True, o_bias=True)
-        return replace(attention, qkv_layout=QKVLayout.STACKED, is_transposed=_is_transposed(hf))
-
-    @classmethod
-    def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
-        width = hf.size("intermediate_size", 4 * hf.size("hidden_size"))
-        activation = activation_kind(hf, "hidden_act", "gelu_new")
-        is_transposed = _is_transposed(hf)
-        return MLPShape(width, activation, is_gated=False, up_bias=True, down_bias=True, is_transposed=is_transposed)
-
-
-def _is_transposed(hf: HFConfig) -> bool:
-    """Whether matrices are stored [in, out], as they are but for GGUF files."""
-    return hf.flag("transposed_matrices", True)
+        return replace(attention, scale=scale)

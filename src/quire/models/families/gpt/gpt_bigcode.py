@@ -1,23 +1,18 @@
 """StarCoder and SantaCoder (Li et al. 2023): GPT-2 whose queries share one key and value, and matrices [out, in]."""
 
-from dataclasses import replace
-
 from quire.config.hf_config import HFConfig
-from quire.models.decoder.shapes import AttentionShape, MLPShape, QKVLayout
+from quire.models.decoder.shapes import AttentionShape, QKVLayout
 from quire.models.families.gpt.gpt2 import GPT2LMHeadModel
-from quire.models.layers.activation import activation_kind
 
 
 class GPTBigCodeForCausalLM(GPT2LMHeadModel):
     """Without `multi_query`, each head's query, key and value lie together."""
 
+    default_activation = "gelu_pytorch_tanh"
+    qkv_layout = QKVLayout.BY_GROUP
+    is_transposed = False
+
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
         num_kv_heads = 1 if hf.flag("multi_query", True) else hf.size("num_attention_heads")
-        attention = super().attention_shape(HFConfig({**hf, "num_key_value_heads": num_kv_heads}, hf.source), layer)
-        return replace(attention, qkv_layout=QKVLayout.BY_GROUP, is_transposed=False)
-
-    @classmethod
-    def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
-        activation = activation_kind(hf, "hidden_act", "gelu_pytorch_tanh")
-        return replace(super().mlp_shape(hf, layer), activation=activation, is_transposed=False)
+        return super().attention_shape(HFConfig({**hf, "num_key_value_heads": num_kv_heads}, hf.source), layer)

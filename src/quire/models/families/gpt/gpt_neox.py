@@ -5,7 +5,8 @@ from typing import ClassVar
 
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.shapes import Arrangement, AttentionShape, LayerShape, MLPShape, QKVLayout
+from quire.models.decoder.reading import Setting
+from quire.models.decoder.shapes import Arrangement, LayerShape, QKVLayout
 from quire.models.layers.norm import NormShape
 
 
@@ -26,18 +27,14 @@ class GPTNeoXForCausalLM(Decoder):
     ignored: ClassVar = (r"\.attention\.(bias|masked_bias)$", r"\.rotary_emb\.inv_freq$")
     default_norm = NormShape(1e-5, is_rms=False, has_bias=True)
     default_activation = "gelu"
+    has_gated_mlp = False
+    qkv_bias: ClassVar[Setting] = ("attention_bias", True)
+    o_bias: ClassVar[Setting] = ("attention_bias", True)
+    mlp_bias = True
+    qkv_layout = QKVLayout.BY_GROUP
 
     @classmethod
     def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
         is_parallel = hf.flag("use_parallel_residual", True)
         arrangement = Arrangement.PARALLEL_TWO_NORMS if is_parallel else Arrangement.PRE_NORM
         return replace(super().layer_shape(hf, layer), arrangement=arrangement)
-
-    @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        bias, stored = hf.flag("attention_bias", True), QKVLayout.BY_GROUP
-        return replace(super().attention_shape(hf, layer), qkv_bias=bias, o_bias=bias, qkv_layout=stored)
-
-    @classmethod
-    def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
-        return replace(super().mlp_shape(hf, layer), is_gated=False, up_bias=True, down_bias=True)

@@ -1,13 +1,11 @@
 """GPT-J (Wang and Komatsuzaki 2021): attention and a plain MLP read one layer norm, and heads are rotated in pairs."""
 
-from dataclasses import replace
 from typing import ClassVar
 
 from quire.config.hf_config import HFConfig
-from quire.config.model import ModelConfig, rope_config
+from quire.config.model import rope_config
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.shapes import Arrangement, DecoderShape, MLPShape
-from quire.models.layers.activation import activation_kind
+from quire.models.decoder.shapes import Arrangement
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
 
@@ -27,20 +25,14 @@ class GPTJForCausalLM(Decoder):
         (r"\.mlp\.fc_out\.", ".mlp.down_proj."),
     )
     default_norm = NormShape(1e-5, is_rms=False, has_bias=True)
+    default_activation = "gelu_new"
+    default_mlp_ratio = 4
     arrangement = Arrangement.PARALLEL
-
-    @classmethod
-    def shape(cls, config: ModelConfig) -> DecoderShape:
-        return replace(super().shape(config), head_bias=True)
+    has_gated_mlp = False
+    mlp_bias = head_bias = True
 
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
         return RopeShape.read(
             rope_config(hf), head_dim, is_interleaved=True, rotary_dim=hf.size("rotary_dim", head_dim)
         )
-
-    @classmethod
-    def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
-        width = hf.size("intermediate_size", 4 * hf.size("hidden_size"))
-        activation = activation_kind(hf, "hidden_act", "gelu_new")
-        return MLPShape(width, activation, is_gated=False, up_bias=True, down_bias=True)

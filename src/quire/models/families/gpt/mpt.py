@@ -32,6 +32,7 @@ class MptForCausalLM(Decoder):
     ties_by_default = True
     default_norm = NormShape(1e-5, is_rms=False)
     has_rope = False
+    qkv_layout = QKVLayout.STACKED
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
@@ -47,7 +48,6 @@ class MptForCausalLM(Decoder):
         return replace(
             attention,
             scale=options.number("softmax_scale", attention.scale),
-            qkv_layout=QKVLayout.STACKED,
             slopes=alibi_slopes(attention.num_heads, options.number("alibi_bias_max", _MAX_BIAS)),
             clip=read_clip(options),
         )

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig, rope_config
-from quire.models.decoder.shapes import AttentionShape, DecoderShape, HeadNormShape, MLPShape
+from quire.models.decoder.reading import read_cap
+from quire.models.decoder.shapes import DecoderShape
 from quire.models.families.llama import LlamaForCausalLM
-from quire.models.layers.activation import activation_kind
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
 
@@ -17,22 +17,18 @@ class NanoChatForCausalLM(LlamaForCausalLM):
 
     renames: ClassVar = (*LlamaForCausalLM.renames, (r"\.fc1\.", ".up_proj."), (r"\.fc2\.", ".down_proj."))
     default_norm = NormShape(1e-6, has_weight=False)
+    default_activation = "relu2"
+    has_gated_mlp = False
+    mlp_bias = False
+    has_head_norm = True
+    norms_rotated_heads = True
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
         hf = config.hf_config
-        cap = None if hf.get("final_logit_softcapping", 15.0) is None else hf.number("final_logit_softcapping", 15.0)
+        cap = read_cap(hf, "final_logit_softcapping", 15.0)
         return replace(super().shape(config), embed_norm=cls.norm_shape(hf), logit_softcap=cap)
-
-    @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        norm = HeadNormShape(cls.norm_shape(hf), after_rope=True)
-        return replace(super().attention_shape(hf, layer), head_norm=norm)
 
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
         return replace(RopeShape.read(rope_config(hf), head_dim), is_backward=True)
-
-    @classmethod
-    def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
-        return MLPShape(hf.size("intermediate_size"), activation_kind(hf, "hidden_act", "relu2"), is_gated=False)

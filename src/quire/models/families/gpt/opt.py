@@ -6,15 +6,7 @@ from typing import ClassVar
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.shapes import (
-    Arrangement,
-    AttentionShape,
-    DecoderShape,
-    LayerShape,
-    MLPShape,
-    PositionsShape,
-)
-from quire.models.layers.activation import activation_kind
+from quire.models.decoder.shapes import Arrangement, DecoderShape, LayerShape, PositionsShape
 from quire.models.layers.norm import NormShape
 
 _POSITION_OFFSET = 2
@@ -35,7 +27,10 @@ class OPTForCausalLM(Decoder):
         (r"\.fc2\.", ".mlp.down_proj."),
     )
     ties_by_default = True
+    default_activation = "relu"
     has_rope = False
+    has_gated_mlp = False
+    qkv_bias = o_bias = mlp_bias = ("enable_bias", True)
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
@@ -52,16 +47,6 @@ class OPTForCausalLM(Decoder):
     def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
         arrangement = Arrangement.PRE_NORM if _is_pre_norm(hf) else Arrangement.POST_NORM
         return replace(super().layer_shape(hf, layer), arrangement=arrangement)
-
-    @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        bias = hf.flag("enable_bias", True)
-        return replace(super().attention_shape(hf, layer), qkv_bias=bias, o_bias=bias)
-
-    @classmethod
-    def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
-        activation, bias = activation_kind(hf, "hidden_act", "relu"), hf.flag("enable_bias", True)
-        return MLPShape(hf.size("intermediate_size"), activation, is_gated=False, up_bias=bias, down_bias=bias)
 
     @classmethod
     def norm_shape(cls, hf: HFConfig) -> NormShape:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from quire.config.hf_config import HFConfig
 from quire.config.model import rope_config
-from quire.models.decoder.shapes import Arrangement, AttentionShape, HeadNormShape, LayerShape
+from quire.models.decoder.shapes import Arrangement, LayerShape
 from quire.models.families.gpt.gpt_neox import GPTNeoXForCausalLM
 from quire.models.layers.rotary import RopeShape
 
@@ -22,15 +22,12 @@ class PersimmonForCausalLM(GPTNeoXForCausalLM):
         *GPTNeoXForCausalLM.renames[-2:],
     )
     default_activation = "relu2"
+    qkv_bias = o_bias = True
+    has_head_norm = ("qk_layernorm", True)
 
     @classmethod
     def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
         return replace(super().layer_shape(hf, layer), arrangement=Arrangement.PRE_NORM)
-
-    @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        norm = HeadNormShape(cls.norm_shape(hf)) if hf.flag("qk_layernorm", True) else None
-        return replace(super().attention_shape(hf, layer), qkv_bias=True, o_bias=True, head_norm=norm)
 
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:

@@ -14,6 +14,7 @@ class StableLmForCausalLM(Decoder):
 
     renames: ClassVar = ((r"^model\.", ""), (r"\.([qk])_layernorm\.", r".\1_norm."))
     default_norm = NormShape(1e-5, is_rms=False, has_bias=True)
+    qkv_bias = ("use_qkv_bias", False)
 
     @classmethod
     def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
@@ -24,8 +25,4 @@ class StableLmForCausalLM(Decoder):
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
         norm = HeadNormShape(replace(cls.norm_shape(hf), has_bias=False), Span.EACH_HEAD, is_apart=True)
-        return replace(
-            super().attention_shape(hf, layer),
-            qkv_bias=hf.flag("use_qkv_bias", False),
-            head_norm=norm if hf.flag("qk_layernorm", False) else None,
-        )
+        return replace(super().attention_shape(hf, layer), head_norm=norm if hf.flag("qk_layernorm", False) else None)

@@ -1,10 +1,9 @@
 """Apertus (Swiss AI 2025): Llama with norms of heads and a plain MLP of xIELU, whose parameters are learned."""
 
-from dataclasses import replace
 from typing import ClassVar
 
 from quire.config.hf_config import HFConfig
-from quire.models.decoder.shapes import AttentionShape, HeadNormShape, MLPShape
+from quire.models.decoder.shapes import MLPShape
 from quire.models.families.llama import LlamaForCausalLM
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.norm import NormShape
@@ -20,10 +19,7 @@ class ApertusForCausalLM(LlamaForCausalLM):
     )
     ignored: ClassVar = (*LlamaForCausalLM.ignored, r"\.act_fn\.(beta|eps)$")
     default_norm = NormShape(1e-5)
-
-    @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        return replace(super().attention_shape(hf, layer), head_norm=HeadNormShape(cls.norm_shape(hf)))
+    has_head_norm = True
 
     @classmethod
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:

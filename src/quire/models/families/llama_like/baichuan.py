@@ -19,6 +19,7 @@ class BaichuanForCausalLM(Decoder):
 
     renames: ClassVar = ((r"^model\.", ""), (r"\.W_pack\.", ".qkv_proj."))
     fused: ClassVar = {"gate_up_proj": ("gate_proj", "up_proj")}
+    qkv_layout = QKVLayout.STACKED
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
@@ -29,7 +30,7 @@ class BaichuanForCausalLM(Decoder):
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
         attention = super().attention_shape(hf, layer)
         slopes = alibi_slopes(attention.num_heads) if attention.rope is None else None
-        return replace(attention, qkv_layout=QKVLayout.STACKED, slopes=slopes)
+        return replace(attention, slopes=slopes)
 
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:

@@ -1,11 +1,8 @@
 """CWM (Meta FAIR 2025): Llama with a sliding window in three of four layers."""
 
-from dataclasses import replace
-
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.model import Decoder
 from quire.models.decoder.reading import FULL, SLIDING, layer_type
-from quire.models.decoder.shapes import AttentionShape, MLPShape
 
 _DEFAULT_WINDOW = 8192
 _PERIOD = 4
@@ -15,15 +12,10 @@ class CwmForCausalLM(Decoder):
     """`layer_types` names the layers with a window: by default all but the first of each four."""
 
     default_head_dim = 128
+    mlp_bias = ("mlp_bias", False)
 
     @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+    def window(cls, hf: HFConfig, layer: int) -> int | None:
         has_window = hf.get("sliding_window", _DEFAULT_WINDOW) not in (None, 0)
         is_sliding = layer_type(hf, layer, lambda i: SLIDING if i % _PERIOD else FULL) == SLIDING
-        window = hf.size("sliding_window", _DEFAULT_WINDOW) if has_window and is_sliding else None
-        return replace(super().attention_shape(hf, layer), sliding_window=window)
-
-    @classmethod
-    def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
-        bias = hf.flag("mlp_bias", False)
-        return replace(super().mlp_shape(hf, layer), up_bias=bias, down_bias=bias)
+        return hf.size("sliding_window", _DEFAULT_WINDOW) if has_window and is_sliding else None

@@ -1,12 +1,11 @@
 """EXAONE 3 and 3.5 (LG AI Research 2024), Llama with the names of GPT-2, and EXAONE 4, with other norms and layers."""
 
-from dataclasses import replace
 from typing import ClassVar
 
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.model import Decoder
 from quire.models.decoder.reading import FULL, SLIDING, layer_type
-from quire.models.decoder.shapes import Arrangement, AttentionShape, HeadNormShape
+from quire.models.decoder.shapes import Arrangement
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
 
@@ -43,12 +42,11 @@ class Exaone4ForCausalLM(Decoder):
 
     default_norm = NormShape(1e-5)
     arrangement = Arrangement.OUTPUT_NORM
+    has_head_norm = True
 
     @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        window = hf.size("sliding_window") if _is_sliding(hf, layer) else None
-        norm = HeadNormShape(cls.norm_shape(hf))
-        return replace(super().attention_shape(hf, layer), head_norm=norm, sliding_window=window)
+    def window(cls, hf: HFConfig, layer: int) -> int | None:
+        return hf.size("sliding_window") if _is_sliding(hf, layer) else None
 
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:

@@ -1,9 +1,5 @@
 """Helium (Kyutai 2025): Llama with heads that are rotated in pairs."""
 
-from dataclasses import replace
-
-from quire.config.hf_config import HFConfig
-from quire.models.decoder.shapes import AttentionShape
 from quire.models.families.llama import LlamaForCausalLM
 
 
@@ -12,7 +8,4 @@ class HeliumForCausalLM(LlamaForCausalLM):
 
     default_head_dim = 128
     has_interleaved_rope = True
-
-    @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        return replace(super().attention_shape(hf, layer), o_bias=False)
+    o_bias = False

@@ -1,10 +1,7 @@
 """HunYuan dense (Tencent 2025): Llama with norms of heads after they are rotated."""
 
-from dataclasses import replace
 from typing import ClassVar
 
-from quire.config.hf_config import HFConfig
-from quire.models.decoder.shapes import AttentionShape, HeadNormShape
 from quire.models.families.llama import LlamaForCausalLM
 
 
@@ -16,8 +13,5 @@ class HunYuanDenseV1ForCausalLM(LlamaForCausalLM):
         (r"\.query_layernorm\.", ".q_norm."),
         (r"\.key_layernorm\.", ".k_norm."),
     )
-
-    @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        norm = HeadNormShape(cls.norm_shape(hf), after_rope=True)
-        return replace(super().attention_shape(hf, layer), head_norm=norm)
+    has_head_norm = True
+    norms_rotated_heads = True

@@ -1,11 +1,9 @@
 """InternLM2 and 2.5 (Cai et al. 2024): Llama with other names, whose queries, keys and values lie by groups."""
 
-from dataclasses import replace
 from typing import ClassVar
 
-from quire.config.hf_config import HFConfig
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.shapes import AttentionShape, QKVLayout
+from quire.models.decoder.shapes import QKVLayout
 
 
 class InternLM2ForCausalLM(Decoder):
@@ -24,8 +22,5 @@ class InternLM2ForCausalLM(Decoder):
         (r"\.feed_forward\.w2\.", ".mlp.down_proj."),
     )
     fused: ClassVar = {"gate_up_proj": ("gate_proj", "up_proj")}
-
-    @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        bias, stored = hf.flag("bias", False), QKVLayout.BY_GROUP
-        return replace(super().attention_shape(hf, layer), qkv_bias=bias, o_bias=bias, qkv_layout=stored)
+    qkv_bias = o_bias = ("bias", False)
+    qkv_layout = QKVLayout.BY_GROUP

@@ -1,11 +1,8 @@
 """SmolLM3 (Bakouch et al. 2025): Llama without a rotary embedding in every fourth layer (NoPE)."""
 
-from dataclasses import replace
-
 from quire.common.errors import CheckpointError
 from quire.config.hf_config import HFConfig
-from quire.models.decoder.reading import FULL, SLIDING, layer_type
-from quire.models.decoder.shapes import AttentionShape
+from quire.models.decoder.reading import FULL, SLIDING, layer_type, read_window
 from quire.models.families.llama import LlamaForCausalLM
 from quire.models.layers.rotary import RopeShape
 
@@ -20,11 +17,10 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
     ties_by_default = True
 
     @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        is_enabled = hf.flag("use_sliding_window", False) and hf.get("sliding_window") is not None
+    def window(cls, hf: HFConfig, layer: int) -> int | None:
+        is_enabled = hf.flag("use_sliding_window", False)
         is_sliding = is_enabled and layer_type(hf, layer, lambda i: _DEFAULT_TYPES[_is_rotated(hf, i)]) == SLIDING
-        window = hf.size("sliding_window") if is_sliding else None
-        return replace(super().attention_shape(hf, layer), sliding_window=window)
+        return read_window(hf) if is_sliding else None
 
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:

@@ -32,6 +32,7 @@ class DbrxForCausalLM(Decoder):
         (r"\.ffn\.experts\.mlp\.", ".mlp.experts."),
     )
     fused: ClassVar = {"gate_up_proj": ("gate_proj", "up_proj")}
+    qkv_layout = QKVLayout.STACKED
 
     @classmethod
     def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
@@ -49,8 +50,7 @@ class DbrxForCausalLM(Decoder):
         values = {"num_key_value_heads": options.size("kv_n_heads", 1)}
         if options.get("rope_theta") is not None:
             values["rope_theta"] = options["rope_theta"]
-        shape = super().attention_shape(hf.replaced(values), layer)
-        return replace(shape, qkv_layout=QKVLayout.STACKED, clip=read_clip(options))
+        return replace(super().attention_shape(hf.replaced(values), layer), clip=read_clip(options))
 
     @classmethod
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:

@@ -1,12 +1,9 @@
 """GLM-4.5, 4.6 (GLM-4.5 Team 2025), dots.llm1 and Solar Open (2025): experts chosen as in DeepSeek-V3."""
 
-from dataclasses import replace
-
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.models.decoder.model import Decoder
 from quire.models.decoder.reading import prediction_layer, read_routing
-from quire.models.decoder.shapes import AttentionShape, HeadNormShape
 from quire.models.families.llama import LlamaForCausalLM
 from quire.models.families.qwen.qwen2 import layer_window
 from quire.models.layers.activation import activation_kind
@@ -17,11 +14,8 @@ from quire.models.weights.stacked import Stack
 class Glm4MoeForCausalLM(Decoder):
     """Half of each head is rotated; the layer that predicts further tokens is a draft head's."""
 
-    @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        norm = HeadNormShape(cls.norm_shape(hf)) if hf.flag("use_qk_norm", False) else None
-        bias = hf.flag("attention_bias", False)
-        return replace(super().attention_shape(hf, layer), qkv_bias=bias, head_norm=norm)
+    qkv_bias = ("attention_bias", False)
+    has_head_norm = ("use_qk_norm", False)
 
     @classmethod
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:
@@ -46,10 +40,11 @@ class SolarOpenForCausalLM(Glm4MoeForCausalLM):
 class Dots1ForCausalLM(LlamaForCausalLM):
     """Norms of heads, and windows from layer `max_window_layers` on."""
 
+    has_head_norm = True
+
     @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        norm, window = HeadNormShape(cls.norm_shape(hf)), layer_window(hf, layer, by_default=True)
-        return replace(super().attention_shape(hf, layer), head_norm=norm, sliding_window=window)
+    def window(cls, hf: HFConfig, layer: int) -> int | None:
+        return layer_window(hf, layer, by_default=True)
 
     @classmethod
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:

@@ -19,6 +19,7 @@ class GptOssForCausalLM(Decoder):
 
     renames = (*Decoder.renames, (r"\.mlp\.router\.", ".mlp.gate."), (r"\.self_attn\.sinks$", ".self_attn.attn.sinks"))
     default_head_dim = 64
+    qkv_bias = o_bias = ("attention_bias", True)
 
     @classmethod
     def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
@@ -36,10 +37,12 @@ class GptOssForCausalLM(Decoder):
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        return replace(super().attention_shape(hf, layer), has_sinks=True)
+
+    @classmethod
+    def window(cls, hf: HFConfig, layer: int) -> int | None:
         is_sliding = layer_type(hf, layer, lambda i: FULL if i % 2 else SLIDING) == SLIDING
-        window = hf.size("sliding_window", _DEFAULT_WINDOW) if is_sliding else None
-        shape, bias = super().attention_shape(hf, layer), hf.flag("attention_bias", True)
-        return replace(shape, qkv_bias=bias, o_bias=bias, sliding_window=window, has_sinks=True)
+        return hf.size("sliding_window", _DEFAULT_WINDOW) if is_sliding else None
 
     @classmethod
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:

@@ -1,12 +1,10 @@
 """MiniMax-M2 (2025): norms over all queries and keys, and experts chosen by sigmoids in each layer."""
 
-from dataclasses import replace
-
 from quire.config.hf_config import HFConfig
 from quire.config.model import rope_config
 from quire.models.decoder.model import Decoder
 from quire.models.decoder.reading import read_routing
-from quire.models.decoder.shapes import AttentionShape, HeadNormShape, Span
+from quire.models.decoder.shapes import Span
 from quire.models.families.mixtures.mixtral import EXPERT_RENAMES
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.experts import ExpertsShape
@@ -18,11 +16,8 @@ class MiniMaxM2ForCausalLM(Decoder):
 
     renames = (*Decoder.renames, *EXPERT_RENAMES, (r"\.mlp\.e_score", ".mlp.gate.e_score"))
     default_head_dim = 128
-
-    @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        norm = HeadNormShape(cls.norm_shape(hf), Span.PROJECTION)
-        return replace(super().attention_shape(hf, layer), head_norm=norm)
+    has_head_norm = True
+    head_norm_span = Span.PROJECTION
 
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:

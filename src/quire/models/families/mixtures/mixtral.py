@@ -1,11 +1,8 @@
 """Mixtral (Jiang et al. 2024): Llama with experts in each layer."""
 
-from dataclasses import replace
-
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.model import Decoder
 from quire.models.decoder.reading import read_routing
-from quire.models.decoder.shapes import AttentionShape
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.experts import ExpertsShape
 
@@ -21,11 +18,7 @@ class MixtralForCausalLM(Decoder):
     """The weights of a token's experts are a softmax over their logits alone."""
 
     renames = (*Decoder.renames, *EXPERT_RENAMES)
-
-    @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        window = None if hf.get("sliding_window") is None else hf.size("sliding_window")
-        return replace(super().attention_shape(hf, layer), sliding_window=window)
+    has_window = True
 
     @classmethod
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:

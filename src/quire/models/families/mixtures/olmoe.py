@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.reading import read_clip, read_routing
-from quire.models.decoder.shapes import AttentionShape, HeadNormShape, Span
+from quire.models.decoder.shapes import AttentionShape, Span
 from quire.models.families.llama import LlamaForCausalLM
 from quire.models.families.olmo import Olmo2ForCausalLM
 from quire.models.layers.activation import activation_kind
@@ -15,10 +15,12 @@ from quire.models.layers.norm import NormShape
 class OlmoeForCausalLM(LlamaForCausalLM):
     """The norms are over all heads of a token together."""
 
+    has_head_norm = True
+    head_norm_span = Span.PROJECTION
+
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        norm = HeadNormShape(cls.norm_shape(hf), Span.PROJECTION)
-        return replace(super().attention_shape(hf, layer), head_norm=norm, clip=read_clip(hf))
+        return replace(super().attention_shape(hf, layer), clip=read_clip(hf))
 
     @classmethod
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:

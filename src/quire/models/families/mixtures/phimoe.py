@@ -1,13 +1,10 @@
 """Phi-3.5-MoE (Abdin et al. 2024): layer norms with biases, and two experts chosen by SparseMixer-v2."""
 
-from dataclasses import replace
-
 from quire.common.errors import UnsupportedModelError
 from quire.config.hf_config import HFConfig
-from quire.config.model import ModelConfig, rope_config
+from quire.config.model import rope_config
 from quire.models.decoder.model import Decoder
 from quire.models.decoder.reading import read_routing
-from quire.models.decoder.shapes import AttentionShape, DecoderShape
 from quire.models.families.mixtures.mixtral import EXPERT_RENAMES
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.experts import ExpertsShape
@@ -19,20 +16,13 @@ class PhimoeForCausalLM(Decoder):
     """`longrope` has one factor of attention for all lengths here; a config with two is refused."""
 
     renames = (*Decoder.renames, *EXPERT_RENAMES)
-
-    @classmethod
-    def shape(cls, config: ModelConfig) -> DecoderShape:
-        return replace(super().shape(config), head_bias=config.hf_config.flag("lm_head_bias", False))
+    qkv_bias = o_bias = ("attention_bias", False)
+    head_bias = ("lm_head_bias", False)
+    has_window = True
 
     @classmethod
     def norm_shape(cls, hf: HFConfig) -> NormShape:
         return NormShape(hf.number("rms_norm_eps", 1e-5), is_rms=False, has_bias=True)
-
-    @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        bias = hf.flag("attention_bias", False)
-        window = None if hf.get("sliding_window") is None else hf.size("sliding_window")
-        return replace(super().attention_shape(hf, layer), qkv_bias=bias, o_bias=bias, sliding_window=window)
 
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.reading import layer_indices, read_routing
-from quire.models.decoder.shapes import AttentionShape
 from quire.models.families.qwen.qwen2 import Qwen2ForCausalLM
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.experts import ExpertsShape
@@ -14,10 +13,7 @@ class Qwen2MoeForCausalLM(Qwen2ForCausalLM):
     """What the shared expert counts is the sigmoid of a product of its own."""
 
     renames = (*Qwen2ForCausalLM.renames, (r"\.shared_expert\.", ".shared_experts."))
-
-    @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        return replace(super().attention_shape(hf, layer), qkv_bias=hf.flag("qkv_bias", True))
+    qkv_bias = ("qkv_bias", True)
 
     @classmethod
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:

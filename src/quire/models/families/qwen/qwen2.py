@@ -1,11 +1,10 @@
 """Qwen2, 2.5 (Yang et al. 2024), MiMo-7B (Xiaomi 2025): biases on queries, keys and values, and windows by layer."""
 
-from dataclasses import replace
+from typing import ClassVar
 
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.reading import FULL, SLIDING, layer_type
-from quire.models.decoder.shapes import AttentionShape
+from quire.models.decoder.reading import FULL, SLIDING, Setting, layer_type
 
 _DEFAULT_WINDOW = 4096
 _DEFAULT_FULL_LAYERS = 28
@@ -14,9 +13,11 @@ _DEFAULT_FULL_LAYERS = 28
 class Qwen2ForCausalLM(Decoder):
     """The biases are there whatever the config says."""
 
+    qkv_bias: ClassVar[Setting] = True
+
     @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        return replace(super().attention_shape(hf, layer), qkv_bias=True, sliding_window=layer_window(hf, layer))
+    def window(cls, hf: HFConfig, layer: int) -> int | None:
+        return layer_window(hf, layer)
 
 
 def layer_window(hf: HFConfig, layer: int, *, by_default: bool = False) -> int | None:
