@@ -8,6 +8,7 @@ from quire.common.errors import CheckpointError, KernelError
 from quire.config.checkpoint.hf_names import LAYER_TYPES
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.shapes import LayerShape
+from quire.models.layers.activation import activation_kind
 from quire.models.layers.experts import ExpertsShape
 from quire.models.weights.stacked import Stack
 
@@ -78,6 +79,14 @@ def read_routing(hf: HFConfig, num_experts: int, top_k: int, **how: Any) -> kern
         return kernels.Routing(top_k, num_experts, **how)
     except KernelError as error:
         raise CheckpointError(f"{hf.source}: {error}") from error
+
+
+def read_experts(
+    hf: HFConfig, num_experts: int, top_k: int, *, width: str = "intermediate_size", **how: Any
+) -> ExpertsShape:
+    """Experts without biases, whose width is under the key `width`. Raises as read_routing."""
+    routing = read_routing(hf, num_experts, top_k, **how)
+    return ExpertsShape(routing, hf.size(width), activation_kind(hf, "hidden_act", "silu"))
 
 
 def check_experts(hf: HFConfig, layers: Sequence[LayerShape]) -> None:

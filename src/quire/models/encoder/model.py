@@ -50,6 +50,14 @@ class Encoder(Model):
         r"\.inv_freq$",
         r"^(cls|lm_head|pooler|predictions|sop_classifier)\.",
     )
+    has_types: ClassVar[bool] = True
+    """Whether there is a table for the texts of a pair."""
+    has_padding_position: ClassVar[bool] = False
+    """Whether position 0 has the row after that of the padding token's id."""
+    default_eps: ClassVar[float] = 1e-12
+    """Of norms, in a config without it."""
+    head_activation: ClassVar[str] = "tanh"
+    """Of what classifies a text."""
     token_head_has_dense: ClassVar[bool] = False
     """Whether what classifies tokens has a dense layer of its own."""
 
@@ -117,13 +125,14 @@ class Encoder(Model):
     def embeddings_shape(cls, hf: HFConfig) -> EmbeddingsShape:
         """Here of words, positions and the texts of a pair."""
         width = hf.size("embedding_size", hf.size("hidden_size"))
-        positions, num_types = cls.positions_shape(hf), hf.count("type_vocab_size", 2)
-        return EmbeddingsShape(width, cls.norm_shape(hf), positions, num_types)
+        num_types = hf.count("type_vocab_size", 2) if cls.has_types else 0
+        return EmbeddingsShape(width, cls.norm_shape(hf), cls.positions_shape(hf), num_types)
 
     @classmethod
     def positions_shape(cls, hf: HFConfig) -> PositionsShape | None:
         """Of the table of positions; None if there is none."""
-        return PositionsShape(hf.size("max_position_embeddings"))
+        first = hf.count("pad_token_id", 1) + 1 if cls.has_padding_position else 0
+        return PositionsShape(hf.size("max_position_embeddings") + first, first)
 
     @classmethod
     def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
@@ -160,12 +169,12 @@ class Encoder(Model):
     @classmethod
     def norm_shape(cls, hf: HFConfig) -> NormShape:
         """Of all norms."""
-        return NormShape(hf.number("layer_norm_eps", 1e-12), is_rms=False, has_bias=True)
+        return NormShape(hf.number("layer_norm_eps", cls.default_eps), is_rms=False, has_bias=True)
 
     @classmethod
     def sequence_head(cls, hf: HFConfig) -> HeadShape:
         """What classifies a text."""
-        return HeadShape(has_dense=True)
+        return HeadShape(has_dense=True, activation=cls.head_activation)
 
     @classmethod
     def token_head(cls, hf: HFConfig) -> HeadShape:

@@ -28,6 +28,7 @@ class DebertaV2(Encoder):
         *BERT_NAMES,
     )
     ignored = (*Encoder.ignored, r"^(lm_predictions|mask_predictions)\.")
+    default_eps = 1e-7
 
     @classmethod
     def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
@@ -56,10 +57,6 @@ class DebertaV2(Encoder):
         shape = super().attention_shape(hf, layer)
         scale = (shape.head_dim * (1 + len(_terms(hf)))) ** -0.5
         return replace(shape, num_kv_heads=shape.num_heads, scale=scale)
-
-    @classmethod
-    def norm_shape(cls, hf: HFConfig) -> NormShape:
-        return NormShape(hf.number("layer_norm_eps", 1e-7), is_rms=False, has_bias=True)
 
     @classmethod
     def sequence_head(cls, hf: HFConfig) -> HeadShape:

@@ -9,6 +9,7 @@ from quire.config.hf_config import HFConfig
 from quire.models.decoder.model import Decoder
 from quire.models.decoder.reading import alibi_slopes
 from quire.models.decoder.shapes import Arrangement, AttentionShape, LayerShape, QKVLayout
+from quire.models.families.gpt.bloom import BloomForCausalLM
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
 
@@ -18,16 +19,9 @@ class FalconForCausalLM(Decoder):
     has one key and value for all queries (7B), or one for each of them (RW, with ALiBi)."""
 
     renames: ClassVar = (
-        (r"^transformer\.", ""),
-        (r"^word_embeddings\.", "embed_tokens."),
-        (r"^ln_f\.", "norm."),
-        (r"^h\.", "layers."),
+        *BloomForCausalLM.renames,
         (r"\.ln_attn\.", ".input_layernorm."),
         (r"\.ln_mlp\.", ".post_attention_layernorm."),
-        (r"\.self_attention\.query_key_value\.", ".self_attn.qkv_proj."),
-        (r"\.self_attention\.dense\.", ".self_attn.o_proj."),
-        (r"\.mlp\.dense_h_to_4h\.", ".mlp.up_proj."),
-        (r"\.mlp\.dense_4h_to_h\.", ".mlp.down_proj."),
     )
     fused: ClassVar = {}
     ties_by_default = True

@@ -9,6 +9,7 @@ from quire.config.model import ModelConfig
 from quire.models.decoder.model import Decoder
 from quire.models.decoder.reading import read_clip, read_routing
 from quire.models.decoder.shapes import AttentionShape, QKVLayout
+from quire.models.families.gpt.mpt import MptForCausalLM
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.experts import ExpertsShape
 from quire.models.layers.norm import NormShape
@@ -19,17 +20,10 @@ class DbrxForCausalLM(Decoder):
     """Half of the config is in its sections `attn_config` and `ffn_config`."""
 
     renames = (
-        (r"^transformer\.", ""),
-        (r"^wte\.", "embed_tokens."),
-        (r"^norm_f\.", "norm."),
-        (r"^blocks\.", "layers."),
+        *MptForCausalLM.renames,
         (r"\.norm_attn_norm\.", "."),
-        (r"\.norm_1\.", ".input_layernorm."),
-        (r"\.norm_2\.", ".post_attention_layernorm."),
-        (r"\.attn\.Wqkv\.", ".self_attn.qkv_proj."),
-        (r"\.attn\.out_proj\.", ".self_attn.o_proj."),
-        (r"\.ffn\.router\.layer\.", ".mlp.gate."),
-        (r"\.ffn\.experts\.mlp\.", ".mlp.experts."),
+        (r"\.mlp\.router\.layer\.", ".mlp.gate."),
+        (r"\.mlp\.experts\.mlp\.", ".mlp.experts."),
     )
     fused: ClassVar = {"gate_up_proj": ("gate_proj", "up_proj")}
     qkv_layout = QKVLayout.STACKED

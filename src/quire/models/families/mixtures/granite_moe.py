@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
-from quire.models.decoder.reading import read_routing
+from quire.models.decoder.reading import read_experts
 from quire.models.families.llama_like.granite import GraniteForCausalLM
-from quire.models.layers.activation import activation_kind
 from quire.models.layers.experts import ExpertsShape
 from quire.models.weights.stacked import Stack
 
@@ -32,8 +31,7 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:
         num_experts, top_k = hf.size("num_local_experts", 8), hf.size("num_experts_per_tok", 2)
         multiplier = hf.number("residual_multiplier", 1.0)
-        routing = read_routing(hf, num_experts, top_k, is_normalized=True, scale=multiplier)
-        return ExpertsShape(routing, hf.size("intermediate_size"), activation_kind(hf, "hidden_act", "silu"))
+        return read_experts(hf, num_experts, top_k, is_normalized=True, scale=multiplier)
 
 
 class GraniteMoeSharedForCausalLM(GraniteMoeForCausalLM):

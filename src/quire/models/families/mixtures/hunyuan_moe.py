@@ -1,10 +1,11 @@
 """HunYuan-A13B (Tencent 2025): HunYuan with experts in each layer, one of which all tokens share."""
 
+from dataclasses import replace
+
 from quire.common.errors import CheckpointError
 from quire.config.hf_config import HFConfig
-from quire.models.decoder.reading import read_routing
+from quire.models.decoder.reading import read_experts
 from quire.models.families.llama_like.hunyuan import HunYuanDenseV1ForCausalLM
-from quire.models.layers.activation import activation_kind
 from quire.models.layers.experts import ExpertsShape
 from quire.models.layers.norm import NormShape
 
@@ -22,8 +23,8 @@ class HunYuanMoEV1ForCausalLM(HunYuanDenseV1ForCausalLM):
     @classmethod
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:
         num_experts, top_k = _of_layer(hf, "num_experts", layer), _of_layer(hf, "moe_topk", layer)
-        routing, width = read_routing(hf, num_experts, top_k, is_normalized=True), hf.size("intermediate_size")
-        return ExpertsShape(routing, width, activation_kind(hf, "hidden_act", "silu"), shared_width=width)
+        shape = read_experts(hf, num_experts, top_k, is_normalized=True)
+        return replace(shape, shared_width=shape.width)
 
 
 def _of_layer(hf: HFConfig, key: str, layer: int) -> int:

@@ -1,12 +1,13 @@
 """MiniMax-M2 (2025): norms over all queries and keys, and experts chosen by sigmoids in each layer."""
 
+from dataclasses import replace
+
 from quire.config.hf_config import HFConfig
 from quire.config.model import rope_config
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.reading import read_routing
+from quire.models.decoder.reading import read_experts
 from quire.models.decoder.shapes import Span
 from quire.models.families.mixtures.mixtral import EXPERT_RENAMES
-from quire.models.layers.activation import activation_kind
 from quire.models.layers.experts import ExpertsShape
 from quire.models.layers.rotary import RopeShape
 
@@ -27,6 +28,5 @@ class MiniMaxM2ForCausalLM(Decoder):
     @classmethod
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:
         num_experts, top_k = hf.size("num_local_experts", 256), hf.size("num_experts_per_tok", 8)
-        routing = read_routing(hf, num_experts, top_k, scoring="sigmoid", is_normalized=True)
-        kind = activation_kind(hf, "hidden_act", "silu")
-        return ExpertsShape(routing, hf.size("intermediate_size"), kind, correction_shape=(num_experts,))
+        shape = read_experts(hf, num_experts, top_k, scoring="sigmoid", is_normalized=True)
+        return replace(shape, correction_shape=(num_experts,))

@@ -2,8 +2,7 @@
 
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.reading import read_routing
-from quire.models.layers.activation import activation_kind
+from quire.models.decoder.reading import read_experts
 from quire.models.layers.experts import ExpertsShape
 
 EXPERT_RENAMES = (
@@ -23,5 +22,4 @@ class MixtralForCausalLM(Decoder):
     @classmethod
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:
         num_experts, top_k = hf.size("num_local_experts", 8), hf.size("num_experts_per_tok", 2)
-        routing = read_routing(hf, num_experts, top_k, is_normalized=True)
-        return ExpertsShape(routing, hf.size("intermediate_size"), activation_kind(hf, "hidden_act", "silu"))
+        return read_experts(hf, num_experts, top_k, is_normalized=True)

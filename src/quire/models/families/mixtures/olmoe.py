@@ -3,11 +3,10 @@
 from dataclasses import replace
 
 from quire.config.hf_config import HFConfig
-from quire.models.decoder.reading import read_clip, read_routing
+from quire.models.decoder.reading import read_clip, read_experts
 from quire.models.decoder.shapes import AttentionShape, Span
 from quire.models.families.llama import LlamaForCausalLM
 from quire.models.families.olmo import Olmo2ForCausalLM
-from quire.models.layers.activation import activation_kind
 from quire.models.layers.experts import ExpertsShape
 from quire.models.layers.norm import NormShape
 
@@ -24,7 +23,8 @@ class OlmoeForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:
-        return _experts(hf, hf.size("num_experts", 64), hf.size("num_experts_per_tok", 8))
+        num_experts, top_k = hf.size("num_experts", 64), hf.size("num_experts_per_tok", 8)
+        return read_experts(hf, num_experts, top_k, is_normalized=hf.flag("norm_topk_prob", False))
 
 
 class FlexOlmoForCausalLM(Olmo2ForCausalLM):
@@ -34,9 +34,5 @@ class FlexOlmoForCausalLM(Olmo2ForCausalLM):
 
     @classmethod
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:
-        return _experts(hf, hf.size("num_experts", 7), hf.size("num_experts_per_tok", 5))
-
-
-def _experts(hf: HFConfig, num_experts: int, top_k: int) -> ExpertsShape:
-    routing = read_routing(hf, num_experts, top_k, is_normalized=hf.flag("norm_topk_prob", False))
-    return ExpertsShape(routing, hf.size("intermediate_size"), activation_kind(hf, "hidden_act", "silu"))
+        num_experts, top_k = hf.size("num_experts", 7), hf.size("num_experts_per_tok", 5)
+        return read_experts(hf, num_experts, top_k, is_normalized=hf.flag("norm_topk_prob", False))

@@ -4,9 +4,8 @@ from quire.common.errors import UnsupportedModelError
 from quire.config.hf_config import HFConfig
 from quire.config.model import rope_config
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.reading import read_routing
+from quire.models.decoder.reading import read_experts
 from quire.models.families.mixtures.mixtral import EXPERT_RENAMES
-from quire.models.layers.activation import activation_kind
 from quire.models.layers.experts import ExpertsShape
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
@@ -38,5 +37,4 @@ class PhimoeForCausalLM(Decoder):
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:
         num_experts, top_k = hf.size("num_local_experts", 16), hf.size("num_experts_per_tok", 2)
         jitter = hf.number("router_jitter_noise", 0.01)
-        routing = read_routing(hf, num_experts, top_k, scoring="sparsemixer", jitter=jitter)
-        return ExpertsShape(routing, hf.size("intermediate_size"), activation_kind(hf, "hidden_act", "silu"))
+        return read_experts(hf, num_experts, top_k, scoring="sparsemixer", jitter=jitter)

@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from quire.config.hf_config import HFConfig
-from quire.models.decoder.reading import layer_indices, read_routing
+from quire.models.decoder.reading import layer_indices, read_experts
 from quire.models.families.qwen.qwen2 import Qwen2ForCausalLM
-from quire.models.layers.activation import activation_kind
 from quire.models.layers.experts import ExpertsShape
 
 
@@ -28,5 +27,5 @@ def some_layers_experts(hf: HFConfig, layer: int) -> ExpertsShape | None:
         return None
     is_normalized = hf.flag("norm_topk_prob", False)
     num_experts = hf.size("num_experts" if "num_experts" in hf else "num_local_experts")
-    routing = read_routing(hf, num_experts, hf.size("num_experts_per_tok"), is_normalized=is_normalized)
-    return ExpertsShape(routing, hf.size("moe_intermediate_size"), activation_kind(hf, "hidden_act", "silu"))
+    top_k = hf.size("num_experts_per_tok")
+    return read_experts(hf, num_experts, top_k, width="moe_intermediate_size", is_normalized=is_normalized)
