@@ -15,7 +15,7 @@ from quire.kernels import AttentionVariant, EncoderVariant
 from quire.models.decoder.shapes import AttentionShape, HeadNormShape, QKVLayout, Span
 from quire.models.layers.attention import Attention, EncoderAttention, SinkAttention
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
-from quire.models.layers.linear import ClippedLinear, Linear, output_linear
+from quire.models.layers.linear import Linear, scaled_by
 from quire.models.layers.norm import RMSNorm, make_norm
 from quire.models.layers.rotary import RotaryEmbedding
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
@@ -44,8 +44,7 @@ class SelfAttention(nn.Module):
         num_heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
         sizes = tuple(n * head_dim for n in num_heads)
         is_apart, is_transposed = shape.qkv_layout is QKVLayout.APART, shape.is_transposed
-        make = Linear if shape.clip is None or shape.head_norm is not None else partial(ClippedLinear, shape.clip)
-        self.qkv_proj = make(
+        self.qkv_proj = Linear(
             shape.input_width or hidden_size,
             sizes if is_apart else sum(sizes),
             bias=shape.qkv_bias,
@@ -53,14 +52,10 @@ class SelfAttention(nn.Module):
             is_transposed=is_transposed,
             blocks=_blocks(shape),
         )
-        self.o_proj = output_linear(
-            sizes[0],
-            hidden_size,
-            shape.output_multiplier,
-            bias=shape.o_bias,
-            dtype=dtype,
-            is_transposed=is_transposed,
-        )
+        if shape.clip is not None and shape.head_norm is None:
+            self.qkv_proj.changes = (partial(kernels.clip, limit=shape.clip),)
+        self.o_proj = Linear(sizes[0], hidden_size, bias=shape.o_bias, dtype=dtype, is_transposed=is_transposed)
+        self.o_proj.changes = scaled_by(shape.output_multiplier)
         self.shape, self.attn = shape, _attention(shape)
         self._heads: Heads = self._make_heads(shape, num_heads, rotary)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.models.decoder.shapes import LatentAttentionShape
 from quire.models.layers.batch_tensors import BatchTensors, LayerLatents
-from quire.models.layers.linear import Linear, Projection, output_linear
+from quire.models.layers.linear import Linear, Projection, scaled_by
 from quire.models.layers.norm import make_norm
 from quire.models.layers.rotary import RotaryEmbedding
 
@@ -64,14 +64,8 @@ class LatentAttention(nn.Module):
         self.kv_a_proj_with_mqa = Linear(hidden_size, shape.rank + shape.rope.rotary_dim, bias=bias, dtype=dtype)
         self.kv_a_layernorm = make_norm(shape.rank, shape.norm)
         self.kv_b_proj = HeadProjections(shape, dtype)
-        self.o_proj = output_linear(
-            shape.num_heads * shape.value_dim,
-            hidden_size,
-            shape.output_multiplier,
-            bias=bias,
-            dtype=dtype,
-            is_transposed=False,
-        )
+        self.o_proj = Linear(shape.num_heads * shape.value_dim, hidden_size, bias=bias, dtype=dtype)
+        self.o_proj.changes = scaled_by(shape.output_multiplier)
         self.rotary = rotary
 
     def forward(self, x: Tensor, batch: BatchTensors, kv: LayerLatents) -> Tensor:

@@ -8,7 +8,7 @@ from quire.models.decoder.shapes import MLPShape
 from quire.models.layers.activation import LearnedXIELU
 from quire.models.layers.batch_tensors import BatchTensors
 from quire.models.layers.experts import Experts, ExpertsShape
-from quire.models.layers.linear import Linear, output_linear
+from quire.models.layers.linear import Linear, scaled_by
 
 
 class GatedMLP(nn.Module):
@@ -18,9 +18,8 @@ class GatedMLP(nn.Module):
         super().__init__()
         widths = 2 * shape.width if shape.is_stacked else (shape.width, shape.width)
         self.gate_up_proj = Linear(hidden_size, widths, bias=shape.up_bias, dtype=dtype)
-        self.down_proj = output_linear(
-            shape.width, hidden_size, shape.output_multiplier, bias=shape.down_bias, dtype=dtype, is_transposed=False
-        )
+        self.down_proj = Linear(shape.width, hidden_size, bias=shape.down_bias, dtype=dtype)
+        self.down_proj.changes = scaled_by(shape.output_multiplier)
         self.act = kernels.Activated(shape.activation, is_gated=True)
 
     def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
@@ -40,14 +39,8 @@ class PlainMLP(nn.Module):
         super().__init__()
         width, is_transposed = shape.width, shape.is_transposed
         self.up_proj = Linear(hidden_size, width, bias=shape.up_bias, dtype=dtype, is_transposed=is_transposed)
-        self.down_proj = output_linear(
-            width,
-            hidden_size,
-            shape.output_multiplier,
-            bias=shape.down_bias,
-            dtype=dtype,
-            is_transposed=is_transposed,
-        )
+        self.down_proj = Linear(width, hidden_size, bias=shape.down_bias, dtype=dtype, is_transposed=is_transposed)
+        self.down_proj.changes = scaled_by(shape.output_multiplier)
         self.act_fn = LearnedXIELU() if shape.activation == "xielu" else None
         self.kind = shape.activation
 

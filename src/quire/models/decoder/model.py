@@ -30,9 +30,9 @@ from quire.models.decoder.shapes import (
 from quire.models.decoder.watch import Watch
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.batch_tensors import BatchTensors, LayerCache
-from quire.models.layers.embedding import Embedding, TiedLmHead, token_table
+from quire.models.layers.embedding import Embedding, TiedLmHead
 from quire.models.layers.experts import ExpertsShape
-from quire.models.layers.linear import Linear, LmHead, NormalizedLmHead
+from quire.models.layers.linear import Linear, LmHead, NormalizedLmHead, scaled_by
 from quire.models.layers.norm import NormShape, make_norm
 from quire.models.layers.rotary import RopeShape, shared_rotary
 from quire.models.weights.stacked import STACKS, Stack
@@ -126,9 +126,9 @@ class Decoder(CausalLM):
             )
         self._widths = shape.hidden_size, shape.embed_width
         self._dtype = shape.dtype
-        self.embed_tokens = token_table(
-            config.vocab_size, shape.embed_width, shape.embed_multiplier, shape.dtype, packed=shape.is_tied and has_head
-        )
+        is_packed = shape.is_tied and has_head
+        self.embed_tokens = Embedding(config.vocab_size, shape.embed_width, shape.dtype, packed=is_packed)
+        self.embed_tokens.changes = scaled_by(shape.embed_multiplier)
         self._before = self._make_inputs(shape)
         self.rotary = nn.ModuleList()
         self.layers = nn.ModuleList()
@@ -160,8 +160,7 @@ class Decoder(CausalLM):
             if shape.is_tied
             else make_head(shape.embed_width, config.vocab_size, shape.dtype, bias=shape.head_bias)
         )
-        if shape.logit_multiplier != 1.0:
-            self.lm_head.changes += (partial(kernels.scale, factor=shape.logit_multiplier),)
+        self.lm_head.changes = scaled_by(shape.logit_multiplier)
         if shape.logit_softcap is not None:
             self.lm_head.changes += (partial(kernels.softcap, cap=shape.logit_softcap),)
 

@@ -158,5 +158,5 @@ class _Split:
     def _tied_head(self, head: TiedLmHead) -> None:
         table: Embedding = head.embedding
         sizes = self._sizes(table.shape[0])
-        table.kept, table.shared = self._shard.range_of(sizes), kernels.SharedTable(self._ranks, sizes)
+        table.kept, table.shared = (self._shard.range_of(sizes),), kernels.SharedTable(self._ranks, sizes)
         head.gather_out = kernels.Gather(self._ranks, sizes, first_only=True)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.config.parallel import Range
-from quire.models.layers.linear import LogitChange, multiply_to_logits
+from quire.models.layers.linear import Change, multiply_to_logits
 from quire.models.layers.weight_format import Packed, WeightFormat, matrix_of_ranges, specs_of_ranges
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 
@@ -30,57 +30,37 @@ class Embedding(WeightedLayer):
         self.packed = packed
         self.format: WeightFormat = Packed()
         self.first_row = first_row
-        self.kept: Range | None = None
-        """The rows of a packed table that this rank has. None: all."""
+        self.changes: tuple[Change, ...] = ()
+        """What is done to rows that were looked up."""
+        self.kept: tuple[Range, ...] | None = None
+        """The ranges of rows of a packed table that this rank has. None: all."""
         self.shared: kernels.SharedTable | None = None
         """Looks up rows where the ranks have divided them."""
 
     def weight_specs(self) -> Mapping[str, WeightSpec]:
         parts = (Part(self.shape),)
-        if self.packed and self.kept is not None:
-            return specs_of_ranges(self.format, parts, (self.kept,), self.dtype)
         if self.packed:
-            return self.format.specs(parts, self.dtype)
+            return specs_of_ranges(self.format, parts, self.kept, self.dtype)
         return {"weight": WeightSpec(parts, self.dtype, kept=True)}
 
     def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
         if not self.packed:
             self.table = tensors["weight"][self.first_row :]
             return
-        if self.kept is None:
-            table = self.format.matrix(tensors, self.shape, self.dtype)
-        else:
-            table = matrix_of_ranges(self.format, tensors, self.shape, (self.kept,), self.dtype)
+        table = matrix_of_ranges(self.format, tensors, self.shape, self.kept, self.dtype)
         assert not isinstance(table, kernels.StackedWeight)  # it is one tensor
         self.table = table
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [num_tokens] -> [num_tokens, width]."""
         if self.shared is None:
-            return kernels.embedding(ids, self.table)
-        assert not isinstance(self.table, Tensor)
-        return self.shared(ids, self.table)
-
-
-class ScaledEmbedding(Embedding):
-    """Rows multiplied by a number."""
-
-    def __init__(self, num_rows: int, width: int, multiplier: float, dtype: torch.dtype, *, packed: bool) -> None:
-        super().__init__(num_rows, width, dtype, packed=packed)
-        self.multiplier = multiplier
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """As Embedding."""
-        rows = super().forward(ids)
-        kernels.scale(rows, self.multiplier)
+            rows = kernels.embedding(ids, self.table)
+        else:
+            assert not isinstance(self.table, Tensor)
+            rows = self.shared(ids, self.table)
+        for change in self.changes:
+            change(rows)
         return rows
-
-
-def token_table(num_rows: int, width: int, multiplier: float, dtype: torch.dtype, *, packed: bool) -> Embedding:
-    """A ScaledEmbedding if there is something to multiply by, and else an Embedding."""
-    if multiplier == 1.0:
-        return Embedding(num_rows, width, dtype, packed=packed)
-    return ScaledEmbedding(num_rows, width, multiplier, dtype, packed=packed)
 
 
 class TiedLmHead(nn.Module):
@@ -91,7 +71,7 @@ class TiedLmHead(nn.Module):
         self.embedding = embedding
         self.gather_out: kernels.Gather | None = None
         """As of LmHead, and these too."""
-        self.changes: tuple[LogitChange, ...] = ()
+        self.changes: tuple[Change, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_rows, hidden] -> logits [num_rows, vocab] float32."""

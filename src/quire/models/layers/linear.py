@@ -1,6 +1,7 @@
 """Matrix multiplications, by weights in the format that a pass over modules chose (as they are, unless one did)."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -12,7 +13,13 @@ from quire.models.layers.batch_tensors import BatchTensors
 from quire.models.layers.weight_format import Packed, WeightFormat, matrix_of_ranges, ranges_of, specs_of_ranges
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 
-LogitChange = Callable[[Tensor], None]
+Change = Callable[[Tensor], None]
+"""Changes a tensor element by element, in place."""
+
+
+def scaled_by(multiplier: float) -> tuple[Change, ...]:
+    """The change that multiplies by a number; none for 1."""
+    return () if multiplier == 1.0 else (partial(kernels.scale, factor=multiplier),)
 
 
 class Projection(WeightedLayer):
@@ -69,10 +76,7 @@ class Projection(WeightedLayer):
         return tuple(sum(end - start for start, end in ranges) for ranges in self.kept_of_parts())
 
     def weight_specs(self) -> Mapping[str, WeightSpec]:
-        if self.kept is None:
-            specs = self.format.specs(self.parts, self.dtype)
-        else:
-            specs = specs_of_ranges(self.format, self.parts, self.kept, self.dtype)
+        specs = specs_of_ranges(self.format, self.parts, self.kept, self.dtype)
         if not self.has_bias:
             return specs
         own, modules = (self.parts, None) if self.kept is None else ranges_of(self.parts, self.kept)
@@ -81,8 +85,6 @@ class Projection(WeightedLayer):
 
     def matrix_of(self, tensors: Mapping[str, Tensor]) -> kernels.Matrix:
         """The matrix of `shape`, from the tensors of `weight_specs`."""
-        if self.kept is None:
-            return self.format.matrix(tensors, self.shape, self.dtype)
         return matrix_of_ranges(self.format, tensors, self.whole_shape, self.kept, self.dtype)
 
     def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
@@ -101,6 +103,8 @@ class Linear(Projection):
     adapters: kernels.LoRATable | None = None
     takes_adapters = True
     """Whether adapters may have factors for it."""
+    changes: tuple[Change, ...] = ()
+    """What is done to the result, after what adapters add."""
     gather_in: kernels.Gather | None = None
     gather_out: kernels.Gather | None = None
 
@@ -133,67 +137,14 @@ class Linear(Projection):
         """The columns that this rank has, [num_tokens, n], of the whole x, or of what an activation makes of it."""
         if activated is not None:
             assert isinstance(self.weight, kernels.QuantizedWeight), "makes_activation"
-            return kernels.activated_matmul(x, activated, self.weight, self.bias)
-        out = kernels.matmul(x, self.weight, self.bias)
-        if self.adapters is not None and batch.adapters is not None:
-            kernels.add_lora(x, out, self.adapters, batch.adapters)
+            out = kernels.activated_matmul(x, activated, self.weight, self.bias)
+        else:
+            out = kernels.matmul(x, self.weight, self.bias)
+            if self.adapters is not None and batch.adapters is not None:
+                kernels.add_lora(x, out, self.adapters, batch.adapters)
+        for change in self.changes:
+            change(out)
         return out
-
-
-class ScaledLinear(Linear):
-    """A Linear whose result is multiplied by a number, after what adapters add."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        multiplier: float,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        is_transposed: bool = False,
-    ) -> None:
-        super().__init__(in_features, out_features, bias=bias, dtype=dtype, is_transposed=is_transposed)
-        self.multiplier = multiplier
-
-    def product(self, x: Tensor, batch: BatchTensors, activated: kernels.Activated | None = None) -> Tensor:
-        """As Linear."""
-        out = super().product(x, batch, activated)
-        kernels.scale(out, self.multiplier)
-        return out
-
-
-class ClippedLinear(Linear):
-    """A Linear whose result is clipped to [-limit, limit], after what adapters add."""
-
-    def __init__(
-        self,
-        limit: float,
-        in_features: int,
-        out_features: int | tuple[int, ...],
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        is_transposed: bool = False,
-        blocks: tuple[int, ...] | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias=bias, dtype=dtype, is_transposed=is_transposed, blocks=blocks)
-        self.limit = limit
-
-    def product(self, x: Tensor, batch: BatchTensors, activated: kernels.Activated | None = None) -> Tensor:
-        """As Linear."""
-        out = super().product(x, batch, activated)
-        kernels.clip(out, self.limit)
-        return out
-
-
-def output_linear(
-    in_features: int, out_features: int, multiplier: float, *, bias: bool, dtype: torch.dtype, is_transposed: bool
-) -> Linear:
-    """A ScaledLinear if there is something to multiply by, and else a Linear."""
-    if multiplier == 1.0:
-        return Linear(in_features, out_features, bias=bias, dtype=dtype, is_transposed=is_transposed)
-    return ScaledLinear(in_features, out_features, multiplier, bias=bias, dtype=dtype, is_transposed=is_transposed)
 
 
 class LmHead(Projection):
@@ -201,8 +152,8 @@ class LmHead(Projection):
 
     gather_out: kernels.Gather | None = None
     """Gives the first rank the logits of all."""
-    changes: tuple[LogitChange, ...] = ()
-    """What is done to the logits, element by element and in place."""
+    changes: tuple[Change, ...] = ()
+    """What is done to the logits."""
 
     def __init__(self, hidden_size: int, vocab_size: int, dtype: torch.dtype, *, bias: bool = False) -> None:
         super().__init__(hidden_size, vocab_size, bias=bias, dtype=dtype)
@@ -216,7 +167,7 @@ def multiply_to_logits(
     x: Tensor,
     matrix: kernels.Matrix,
     bias: Tensor | None,
-    changes: Sequence[LogitChange],
+    changes: Sequence[Change],
     gather: kernels.Gather | None,
 ) -> Tensor:
     """x [num_rows, hidden] -> logits [num_rows, vocab] float32, and `changes` made to them. With `gather`, the matrix

@@ -118,9 +118,11 @@ class Mixed:
 
 
 def specs_of_ranges(
-    format: WeightFormat, parts: tuple[Part, ...], kept: Sequence[Range], dtype: torch.dtype
+    format: WeightFormat, parts: tuple[Part, ...], kept: Sequence[Range] | None, dtype: torch.dtype
 ) -> Mapping[str, WeightSpec]:
-    """What to ask the loader for where a layer keeps these ranges of the stack's rows."""
+    """What to ask the loader for where a layer keeps these ranges of the stack's rows; None: all."""
+    if kept is None:
+        return format.specs(parts, dtype)
     if format.reads_ranges:
         own, modules = ranges_of(parts, kept)
         return {name: dataclasses.replace(spec, modules=modules) for name, spec in format.specs(own, dtype).items()}
@@ -135,10 +137,12 @@ def matrix_of_ranges(
     format: WeightFormat,
     tensors: Mapping[str, Tensor],
     shape: tuple[int, int],
-    kept: Sequence[Range],
+    kept: Sequence[Range] | None,
     dtype: torch.dtype,
 ) -> Matrix:
-    """These ranges of the rows of a matrix of `shape`, from the tensors of `specs_of_ranges`."""
+    """These ranges of the rows of a matrix of `shape`, from the tensors of `specs_of_ranges`; None: all."""
+    if kept is None:
+        return format.matrix(tensors, shape, dtype)
     if format.reads_ranges:
         return format.matrix(tensors, (sum(end - start for start, end in kept), shape[1]), dtype)
     return kernels.take_rows(format.matrix(tensors, shape, dtype), kept)
