@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
-from quire.kernels.checks import DTYPES, KERNEL_ERRORS, is_whole, refusal
+from quire.kernels.checks import DTYPES, KERNEL_ERRORS, are_numbers, is_whole, refusal
 from quire.kernels.kv_cache import cache_is_valid
 from quire.kernels.variants import PLAIN, UNMASKED, AttentionVariant, DistanceTerms, EncoderVariant
 
@@ -36,7 +36,7 @@ def paged_attention(
         and backend.holds(query)
         and _query_matches(query, v_cache)
         and _tables_match(backend, query_start, seq_lens, block_tables)
-        and all(_is_of_heads(backend, each, query.shape[1]) for each in (variant.sinks, variant.slopes))
+        and are_numbers(backend.holds, query.shape[1:2], variant.sinks, variant.slopes)
     )
     if not fits:
         given = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "query_start": query_start}
@@ -108,7 +108,7 @@ def encoder_attention(
         and query.shape[1] % heads == 0
         and (query.shape[2] * query.dtype.itemsize) % 4 == 0
         and _lens_match(backend, query_start, seq_lens)
-        and _is_of_heads(backend, variant.slopes, query.shape[1])
+        and are_numbers(backend.holds, query.shape[1:2], variant.slopes)
         and (variant.bias is None or _is_bias(backend, variant.bias, query.shape[1]))
         and (terms is None or _are_terms(backend, terms, query))
     )
@@ -135,31 +135,17 @@ def _are_heads(backend: Backend, x: Tensor, query: Tensor) -> bool:
 
 
 def _is_bias(backend: Backend, bias: Tensor, num_heads: int) -> bool:
-    shape = bias.shape
-    is_table = len(shape) == 2 and shape[0] == num_heads and shape[1] >= 16 and shape[1] % 2 == 0
-    return is_table and bias.dtype is torch.float32 and bias.is_contiguous() and backend.holds(bias)
+    width = bias.shape[-1] if bias.shape else 0
+    return width >= 16 and width % 2 == 0 and are_numbers(backend.holds, (num_heads, width), bias)
 
 
 def _are_terms(backend: Backend, terms: DistanceTerms, query: Tensor) -> bool:
     tables = [table for table in (terms.of_query, terms.of_key) if table is not None]
-    term = terms.term
-    return (
-        all(
-            table.dtype is torch.float32
-            and len(table.shape) == 3
-            and table.shape[:2] == query.shape[:2]
-            and table.shape == tables[0].shape
-            and table.is_contiguous()
-            and backend.holds(table)
-            for table in tables
-        )
-        and term.dtype is torch.int32
-        and len(term.shape) == 1
-        and term.shape[0] % 2 == 1
-        and term.is_contiguous()
-        and backend.holds(term)
-        and len(tables) > 0
-    )
+    if not tables or tables[0].dim() != 3:
+        return False
+    shape, num_distances = (*query.shape[:2], tables[0].shape[2]), terms.term.numel()
+    are_whole = are_numbers(backend.holds, shape, *tables)
+    return are_whole and num_distances % 2 == 1 and is_whole(terms.term, (num_distances,), torch.int32, backend.holds)
 
 
 def _query_matches(query: Tensor, v_cache: Tensor) -> bool:
@@ -174,21 +160,10 @@ def _query_matches(query: Tensor, v_cache: Tensor) -> bool:
     )
 
 
-def _is_of_heads(backend: Backend, numbers: Tensor | None, num_heads: int) -> bool:
-    """Whether these sinks or slopes are none, or one float32 for each query head."""
-    return numbers is None or is_whole(numbers, (num_heads,), torch.float32, backend.holds)
-
-
 def _lens_match(backend: Backend, query_start: Tensor, seq_lens: Tensor) -> bool:
-    return (
-        backend.holds(query_start)
-        and backend.holds(seq_lens)
-        and query_start.dtype is seq_lens.dtype is torch.int32
-        and len(seq_lens.shape) == 1
-        and query_start.shape == (seq_lens.shape[0] + 1,)
-        and query_start.is_contiguous()
-        and seq_lens.is_contiguous()
-    )
+    num_seqs = seq_lens.numel()
+    is_whole_lens = is_whole(seq_lens, (num_seqs,), torch.int32, backend.holds)
+    return is_whole_lens and is_whole(query_start, (num_seqs + 1,), torch.int32, backend.holds)
 
 
 def _tables_match(backend: Backend, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor) -> bool:

@@ -50,6 +50,20 @@ def is_whole(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, holds: 
     return tensor.shape == shape and tensor.dtype is dtype and tensor.is_contiguous() and holds(tensor)
 
 
+def are_numbers(
+    holds: Callable[[Tensor], bool], shape: tuple[int, ...], first: Tensor | None, second: Tensor | None = None
+) -> bool:
+    """Whether each is None, or whole, of this shape and float32: weight and bias, sinks and slopes."""
+    return (first is None or is_whole(first, shape, torch.float32, holds)) and (
+        second is None or is_whole(second, shape, torch.float32, holds)
+    )
+
+
+def are_ids(holds: Callable[[Tensor], bool], ids: Tensor, dim: int = 1) -> bool:
+    """Whether these are int64, contiguous, of this number of dimensions, and on the device of a backend."""
+    return ids.dtype is torch.int64 and ids.dim() == dim and ids.is_contiguous() and holds(ids)
+
+
 def is_place(out: Tensor, num_rows: int, width: int, dtype: torch.dtype, holds: Callable[[Tensor], bool]) -> bool:
     """Whether it has room for a result [num_rows, width] of this dtype, whose rows may lie apart, where a backend has
     its tensors."""

@@ -5,14 +5,14 @@ from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
-from quire.kernels.checks import ACTIVATIONS, DTYPES, is_cap, is_place, is_whole, refusal
+from quire.kernels.checks import ACTIVATIONS, DTYPES, are_numbers, is_cap, is_place, refusal
 from quire.kernels.variants import XIELU, ActivationKind, ClampedSwiGLU
 
 
 def add(x: Tensor, residual: Tensor) -> None:
     """`residual += x` in place; x, residual [..., hidden] contiguous, of one dtype."""
-    backend, shape = backend_of(x), x.shape
-    if not shape or not _are_rows(backend, shape, x, residual):
+    backend = backend_of(x)
+    if not _are_rows(backend, x.shape, x, residual):
         raise refusal("add", _ADD_TAKES, x=x, residual=residual)
     backend.add(x, residual)
 
@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         not shape
         or x.dtype not in DTYPES
         or not (x.is_contiguous() or (len(shape) == 3 and x.stride(2) == 1))
-        or not _is_vector(backend, weight, shape[-1])
+        or not are_numbers(backend.holds, (shape[-1],), weight)
     ):
         raise refusal("rms_norm", _RMS_NORM_TAKES, x=x, weight=weight)
     return backend.rms_norm(x, weight, eps)
@@ -40,7 +40,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     x, residual [..., hidden] contiguous, of one dtype; weight [hidden] float32.
     """
     backend, shape = backend_of(x), x.shape
-    if not shape or not (_are_rows(backend, shape, x, residual) and _is_vector(backend, weight, shape[-1])):
+    if not (_are_rows(backend, shape, x, residual) and are_numbers(backend.holds, (shape[-1],), weight)):
         raise refusal("add_rms_norm", _ADD_TAKES, x=x, residual=residual, weight=weight)
     return backend.add_rms_norm(x, residual, weight, eps)
 
@@ -51,12 +51,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     x [..., hidden] float32 or bfloat16, contiguous; weight and bias [hidden] float32; no bias: None.
     """
     backend, shape = backend_of(x), x.shape
-    if (
-        not shape
-        or x.dtype not in DTYPES
-        or not x.is_contiguous()
-        or not _are_weights(backend, weight, bias, shape[-1])
-    ):
+    is_row = shape and x.dtype in DTYPES and x.is_contiguous()
+    if not is_row or not are_numbers(backend.holds, (shape[-1],), weight, bias):
         raise refusal("layer_norm", _LAYER_NORM_TAKES, x=x, weight=weight, bias=bias)
     return backend.layer_norm(x, weight, bias, eps)
 
@@ -67,7 +63,7 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | N
     x, residual [..., hidden] contiguous, of one dtype; weight and bias [hidden] float32; no bias: None.
     """
     backend, shape = backend_of(x), x.shape
-    if not shape or not (_are_rows(backend, shape, x, residual) and _are_weights(backend, weight, bias, shape[-1])):
+    if not (_are_rows(backend, shape, x, residual) and are_numbers(backend.holds, (shape[-1],), weight, bias)):
         raise refusal("add_layer_norm", _ADD_TAKES, x=x, residual=residual, weight=weight, bias=bias)
     return backend.add_layer_norm(x, residual, weight, bias, eps)
 
@@ -83,7 +79,7 @@ def head_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) 
         x.dim() != 3
         or x.dtype not in DTYPES
         or x.stride(2) != 1
-        or not all(each is None or is_whole(each, x.shape[1:], torch.float32, backend.holds) for each in (weight, bias))
+        or not are_numbers(backend.holds, x.shape[1:], weight, bias)
     ):
         raise refusal("head_layer_norm", _HEAD_LAYER_NORM_TAKES, x=x, weight=weight, bias=bias)
     return backend.head_layer_norm(x, weight, bias, eps)
@@ -154,18 +150,11 @@ def softcap(x: Tensor, cap: float) -> None:
     backend_of(x).softcap(x, cap)
 
 
-def _are_weights(backend: Backend, weight: Tensor, bias: Tensor | None, width: int) -> bool:
-    return _is_vector(backend, weight, width) and (bias is None or _is_vector(backend, bias, width))
-
-
-def _is_vector(backend: Backend, weight: Tensor, width: int) -> bool:
-    return is_whole(weight, (width,), torch.float32, backend.holds)
-
-
 def _are_rows(backend: Backend, shape: torch.Size, x: Tensor, residual: Tensor) -> bool:
     dtype = x.dtype
     return (
         dtype in DTYPES
+        and len(shape) > 0
         and shape == residual.shape
         and dtype is residual.dtype
         and x.is_contiguous()

@@ -1,14 +1,13 @@
 """Rows of an embedding table by token id, the rotary embedding of positions, and where an encoder begins and ends: the
 norm of summed embeddings, and one vector for the rows of a text."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
-from quire.kernels.checks import DTYPES, KERNEL_ERRORS, POOLINGS, is_whole, refusal
+from quire.kernels.checks import DTYPES, KERNEL_ERRORS, POOLINGS, are_ids, are_numbers, refusal
+from quire.kernels.variants import Tables
 from quire.kernels.weights import PackedWeight, QuantizedWeight
 
 
@@ -58,14 +57,12 @@ def _fit_rotary(backend: Backend, x: Tensor, positions: Tensor, cos_sin: Tensor)
         and len(shape) == 3
         and len(table) == 2
         and (x.is_contiguous() or x.stride(2) == 1 or shape[2] == 1)
-        and positions.dtype is torch.int64
         and positions.shape == shape[:1]
-        and positions.is_contiguous()
+        and are_ids(backend.holds, positions)
         and cos_sin.dtype is torch.float32
         and table[1] <= shape[2]
         and table[1] % 2 == 0
         and cos_sin.is_contiguous()
-        and backend.holds(positions)
         and backend.holds(cos_sin)
     )
 
@@ -80,9 +77,7 @@ _ROTARY_TAKES = (
 _MAX_TABLES = 3
 
 
-def embedding_norm(
-    tables: Sequence[tuple[Tensor, Tensor | None]], weight: Tensor, bias: Tensor | None, eps: float
-) -> Tensor:
+def embedding_norm(tables: Tables, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """LayerNorm of the sum of rows of up to three tables, as reference.embedding_norm -> [num_tokens, width].
 
     tables: each [num_rows, width] of one dtype, with ids [num_tokens] int64; without ids, the first row is added to
@@ -95,7 +90,7 @@ def embedding_norm(
         ids is None
         or len(tables) > _MAX_TABLES
         or any(not _is_table(backend, t, table) or not _are_ids(backend, i, ids, t) for t, i in tables)
-        or any(not _is_vector(backend, w, table) for w in (weight, bias) if w is not None)
+        or not are_numbers(backend.holds, table.shape[1:], weight, bias)
     ):
         given: dict[str, object] = {f"table {i}": each for i, (each, _) in enumerate(tables)}
         given |= {f"ids {i}": each for i, (_, each) in enumerate(tables)}
@@ -120,13 +115,7 @@ def _are_ids(backend: Backend, ids: Tensor | None, first: Tensor, table: Tensor)
     """Whether they are like the ids of the first table; None needs a row that is added to all tokens."""
     if ids is None:
         return len(table) > 0
-    return (ids.dtype is torch.int64 and ids.shape == first.shape and len(ids.shape) == 1) and (
-        ids.is_contiguous() and backend.holds(ids)
-    )
-
-
-def _is_vector(backend: Backend, weight: Tensor, table: Tensor) -> bool:
-    return is_whole(weight, table.shape[1:], torch.float32, backend.holds)
+    return ids.shape == first.shape and are_ids(backend.holds, ids)
 
 
 _EMBEDDING_NORM_TAKES = (

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
-from quire.kernels.checks import DTYPES, KERNEL_ERRORS, refusal
+from quire.kernels.checks import DTYPES, KERNEL_ERRORS, are_ids, refusal
 
 
 def make_layer_cache(
@@ -35,7 +35,7 @@ def write_latents(latents: Tensor, rotary: Tensor, cache: Tensor, slots: Tensor)
         and all(x.is_contiguous() or x.stride(1) == 1 for x in (latents, rotary))
         and latents.shape[1] + rotary.shape[1] == cache.shape[2]
         and len(latents) == len(rotary) == len(slots)
-        and _ids_are_valid(backend, slots, 1)
+        and are_ids(backend.holds, slots)
     )
     if not fits:
         raise refusal("write_latents", _LATENTS_TAKE, latents=latents, rotary=rotary, cache=cache, slots=slots)
@@ -48,8 +48,7 @@ def copy_latent_slots(cache: Tensor, src_slots: Tensor, dst_slots: Tensor) -> No
     backend = backend_of(cache)
     fits = (
         backend.latent.is_cache(cache)
-        and _ids_are_valid(backend, src_slots, 1)
-        and _ids_are_valid(backend, dst_slots, 1)
+        and all(are_ids(backend.holds, slots) for slots in (src_slots, dst_slots))
         and src_slots.shape == dst_slots.shape
     )
     if not fits:
@@ -72,7 +71,7 @@ def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots
         and _tokens_match(backend, value, v_cache)
         and key.dtype is value.dtype
         and key.shape[0] == value.shape[0] == slots.shape[0]
-        and _ids_are_valid(backend, slots, 1)
+        and are_ids(backend.holds, slots)
     )
     if not fits:
         given = {"key": key, "value": value, "k_cache": k_cache, "v_cache": v_cache, "slots": slots}
@@ -87,7 +86,7 @@ def gather_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, 
     Those of an int8 cache are float32, and only nearly what was written.
     """
     backend = backend_of(v_cache)
-    if not (cache_is_valid(backend, k_cache, v_cache) and _ids_are_valid(backend, slots, 1)):
+    if not (cache_is_valid(backend, k_cache, v_cache) and are_ids(backend.holds, slots)):
         takes = f"{_SLOTS_TAKES}, {backend.cache_layout}"
         raise refusal("gather_kv", takes, k_cache=k_cache, v_cache=v_cache, slots=slots)
     with KERNEL_ERRORS:
@@ -102,8 +101,7 @@ def copy_slots(k_cache: Tensor, v_cache: Tensor, src_slots: Tensor, dst_slots: T
     backend = backend_of(v_cache)
     fits = (
         cache_is_valid(backend, k_cache, v_cache)
-        and _ids_are_valid(backend, src_slots, 1)
-        and _ids_are_valid(backend, dst_slots, 1)
+        and all(are_ids(backend.holds, slots) for slots in (src_slots, dst_slots))
         and src_slots.shape == dst_slots.shape
     )
     if not fits:
@@ -123,7 +121,7 @@ def copy_blocks(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
         all(pool.dtype is torch.uint8 and pool.dim() == 2 and pool.is_contiguous() for pool in (src, dst))
         and backend.holds(dst)
         and src.shape[1] == dst.shape[1]
-        and _ids_are_valid(backend, pairs, 2)
+        and are_ids(backend.holds, pairs, 2)
         and pairs.shape[1] == 2
     )
     if not fits:
@@ -146,10 +144,6 @@ def _tokens_match(backend: Backend, tokens: Tensor, v_cache: Tensor) -> bool:
         and shape[1:] == (num_kv_heads, head_dim)
         and (tokens.is_contiguous() or tokens.stride()[1:] == (head_dim, 1))
     )
-
-
-def _ids_are_valid(backend: Backend, ids: Tensor, dim: int) -> bool:
-    return backend.holds(ids) and ids.dtype is torch.int64 and ids.dim() == dim and ids.is_contiguous()
 
 
 _WRITE_TAKES = (

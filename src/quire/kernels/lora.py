@@ -7,10 +7,7 @@ from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.checks import DTYPES, KERNEL_ERRORS, refusal
-from quire.kernels.weights import MAX_LORA_MODULES, LoRATable, LoRAWeight
-
-Factors = tuple[Tensor, Tensor]
-"""A [rank, k] and B [n, rank] of a module, the scale being part of B."""
+from quire.kernels.weights import MAX_LORA_MODULES, Factors, LoRATable, LoRAWeight
 
 
 def pack_lora(

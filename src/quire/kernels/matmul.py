@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
-from quire.kernels.checks import DTYPES, KERNEL_ERRORS, is_place, is_whole, refusal
+from quire.kernels.checks import DTYPES, KERNEL_ERRORS, are_numbers, is_place, refusal
 from quire.kernels.elementwise import takes_kind
 from quire.kernels.variants import Activated
 from quire.kernels.weights import HeadWeights, Matrix, PackedWeight, QuantizedWeight, StackedWeight
@@ -53,7 +53,7 @@ def matmul(
         or not backend.holds(packed.data)
         or out_dtype not in DTYPES
         or not (x.is_contiguous() or k <= 1 or x.stride(1) == 1)
-        or (bias is not None and not _is_bias(backend, bias, packed.n))
+        or not are_numbers(backend.holds, (packed.n,), bias)
         or (out is not None and not is_place(out, shape[0], packed.n, out_dtype, backend.holds))
     ):
         raise _refusal(x, packed, bias, out_dtype, out)
@@ -85,7 +85,7 @@ def activated_matmul(x: Tensor, activated: Activated, packed: QuantizedWeight, b
         or not x.is_contiguous()
         or not backend.holds(packed.data)
         or not takes_kind(activated.kind, is_gated=activated.is_gated)
-        or (bias is not None and not _is_bias(backend, bias, packed.n))
+        or not are_numbers(backend.holds, (packed.n,), bias)
     ):
         takes = (
             f"contiguous x [num_tokens, {packed.k}], or twice as wide for a gated activation, of {packed.dtype} on "
@@ -164,10 +164,6 @@ def _multiply(
         backend.matmul(x, packed, bias, out)
     else:
         backend.quantized_matmul(x, packed, bias, out)
-
-
-def _is_bias(backend: Backend, bias: Tensor, n: int) -> bool:
-    return is_whole(bias, (n,), torch.float32, backend.holds)
 
 
 def _refusal(x: Tensor, packed: Matrix, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None) -> Exception:

@@ -1,5 +1,6 @@
 """Values that choose among the variants of a kernel."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -32,6 +33,8 @@ class ClampedSwiGLU:
             raise refusal("ClampedSwiGLU", "a limit above 0", limit=self.limit)
 
 
+Tables = Sequence[tuple[Tensor, Tensor | None]]
+"""Each a table [num_rows, width] with the ids of its rows [num_tokens] int64, or None for the first row everywhere."""
 ActivationKind = str | XIELU | ClampedSwiGLU
 """A name in `checks.ACTIVATIONS`, or a kind with parameters."""
 

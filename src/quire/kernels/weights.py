@@ -173,6 +173,8 @@ class StackedWeight:
 Matrix = PackedWeight | QuantizedWeight | StackedWeight
 """What `kernels.matmul` multiplies by."""
 
+Factors = tuple[Tensor, Tensor]
+"""Of an adapter: A [rank, k] and B [n, rank] of a module, the scale being part of B."""
 MAX_LORA_MODULES = 3
 """How many modules a projection with adapters may fuse."""
 

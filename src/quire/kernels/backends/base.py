@@ -11,8 +11,16 @@ from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace
 from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights, Routing
 from quire.kernels.sampling.tensors import SamplingTensors
-from quire.kernels.variants import Activated, ActivationKind, AttentionVariant, DistanceTerms, EncoderVariant
-from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, PlacedIntegers, QuantizedWeight
+from quire.kernels.variants import Activated, ActivationKind, AttentionVariant, DistanceTerms, EncoderVariant, Tables
+from quire.kernels.weights import (
+    Factors,
+    HeadWeights,
+    LoRATable,
+    LoRAWeight,
+    PackedWeight,
+    PlacedIntegers,
+    QuantizedWeight,
+)
 
 
 class LatentKernels(Protocol):
@@ -61,9 +69,7 @@ class EncoderKernels(Protocol):
         variant: EncoderVariant,
         terms: DistanceTerms | None,
     ) -> Tensor: ...
-    def embedding_norm(
-        self, tables: Sequence[tuple[Tensor, Tensor | None]], weight: Tensor, bias: Tensor | None, eps: float
-    ) -> Tensor: ...
+    def embedding_norm(self, tables: Tables, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor: ...
     def pool_rows(self, x: Tensor, pooling: str) -> Tensor: ...
 
 
@@ -173,7 +179,7 @@ class Backend(Protocol):
 
     def pack_lora(
         self,
-        factors: Sequence[tuple[Tensor, Tensor] | None],
+        factors: Sequence[Factors | None],
         sizes: tuple[int, ...],
         k: int,
         dtype: torch.dtype,

@@ -51,14 +51,17 @@ class KernelGraph:
             self._calls.replay()
 
 
-class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what torch would compute, and memory that a replay could not rely on."""
+class UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that is not shielded from torch's compiler. Nothing is compiled here, and the shield would import the
+    compiler, which takes more than a second of the first step."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: the mode is not shielded from torch's compiler. Nothing is compiled here, and the shield would import
-        the compiler, which takes more than a second of the first step."""
         return False
+
+
+class _OnlyViews(UncompiledMode):  # type: ignore[no-untyped-call]
+    """Refuses what torch would compute, and memory that a replay could not rely on."""
 
     def __torch_dispatch__(
         self,
@@ -75,7 +78,7 @@ class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-class _TorchToo(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _TorchToo(UncompiledMode):
     """Puts what torch computes into the Workspace, and the same operations on the same places into the recording."""
 
     def __init__(self, calls: Any) -> None:
@@ -84,10 +87,6 @@ class _TorchToo(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._run: list[Callable[[], object]] = []
         self._length = -1
         """Of the recording, when `_run` became its last entry: nothing but torch's operations has followed."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as above
 
     def __torch_dispatch__(
         self,

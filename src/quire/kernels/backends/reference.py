@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.backends import reference_rotation
+from quire.kernels.backends import reference_blocks, reference_rotation
 from quire.kernels.checks import check_range
 from quire.kernels.experts.weights import Routing
 from quire.kernels.variants import XIELU, ActivationKind, ClampedSwiGLU
@@ -142,10 +142,6 @@ def quantized_matmul(
     return (out if bias is None else out + bias).to(out_dtype)
 
 
-_FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the numbers of MXFP4 (Open Compute Project, Microscaling Formats 1.0)."""
-
-
 def split_integers(
     integers: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, scale_range: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -154,8 +150,8 @@ def split_integers(
     Groups are of 32, and of 128 where integers have 4 bits and both k and `scale_range` are multiples of 128.
     """
     if scales.dtype is torch.uint8:
-        table = torch.tensor(_FLOAT4, dtype=torch.int16)
-        numbers, scales = table[integers.long()], torch.ldexp(torch.ones(scales.shape), scales.int() - 128)
+        numbers = reference_blocks.doubled_float4(integers)
+        scales = torch.ldexp(torch.ones(scales.shape), scales.int() - 128)
     else:
         numbers, scales = integers.to(torch.int16), scales.float()
         numbers = numbers if zeros is not None else numbers - 2 ** (bits - 1)

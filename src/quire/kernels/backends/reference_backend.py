@@ -24,7 +24,15 @@ from quire.kernels.backends.workspace import Workspace, zeroed_blocks
 from quire.kernels.checks import check_range
 from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights
 from quire.kernels.variants import Activated
-from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, PlacedIntegers, QuantizedWeight
+from quire.kernels.weights import (
+    Factors,
+    HeadWeights,
+    LoRATable,
+    LoRAWeight,
+    PackedWeight,
+    PlacedIntegers,
+    QuantizedWeight,
+)
 
 
 class ReferenceLatentKernels:
@@ -159,7 +167,7 @@ class ReferenceBackend:
 
     def pack_lora(
         self,
-        factors: Sequence[tuple[Tensor, Tensor] | None],
+        factors: Sequence[Factors | None],
         sizes: tuple[int, ...],
         k: int,
         dtype: torch.dtype,

@@ -18,7 +18,6 @@ _Parts = tuple[Tensor, Tensor, Tensor | None]
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the values of a float of two exponent bits and one mantissa bit, which makes them integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +153,11 @@ def _from_table(values: tuple[int, ...], indices: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.int16)[indices.int()]
 
 
+def doubled_float4(bits: Tensor) -> Tensor:
+    """Twice the numbers E2M1 of MXFP4, which makes them integers: int16."""
+    return _from_table(_E2M1_DOUBLED, bits)
+
+
 def _iq4_nl(data: Tensor) -> _Parts:
     return _from_table(_IQ4, _fields(data[:, 2:], 4, 16)), _halves(data[:, :2]), None
 
@@ -169,7 +173,7 @@ def _mxfp4(data: Tensor) -> _Parts:
     """A scale of eight exponent bits: half of 2^(e - 127), since the table holds doubled values."""
     exponent = data[:, :1].int()
     bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), (exponent - 1) << 23)
-    return _from_table(_E2M1_DOUBLED, _fields(data[:, 1:], 4, 16)), bits.view(torch.float32), None
+    return doubled_float4(_fields(data[:, 1:], 4, 16)), bits.view(torch.float32), None
 
 
 BLOCKS: dict[str, BlockType] = {

@@ -1,16 +1,13 @@
 """The definitions of the kernels where an encoder begins and ends, beside the others in reference.py."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from quire.kernels.backends.reference import embedding, layer_norm
+from quire.kernels.variants import Tables
 
 
-def embedding_norm(
-    tables: Sequence[tuple[Tensor, Tensor | None]], weight: Tensor, bias: Tensor | None, eps: float
-) -> Tensor:
+def embedding_norm(tables: Tables, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """LayerNorm of the sum of rows: of each table [num_rows, width] those of its ids [num_tokens], or the first."""
     rows = [table[:1].float() if ids is None else embedding(ids, table).float() for table, ids in tables]
     return layer_norm(sum(rows[1:], rows[0]), weight, bias, eps).to(tables[0][0].dtype)

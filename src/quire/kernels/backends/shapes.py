@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quire.kernels.backends.base import Backend
+from quire.kernels.backends.recording import UncompiledMode
 from quire.kernels.backends.reference_backend import ReferenceBackend, ReferenceLatentKernels
 from quire.kernels.backends.workspace import Workspace, empty
-from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights, Routing
-from quire.kernels.variants import Activated, ActivationKind
+from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
+from quire.kernels.variants import Activated, ActivationKind, Tables
 from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, PlacedIntegers, QuantizedWeight
 
 _ALIGNMENT = 64
@@ -42,7 +42,7 @@ class Meter(Workspace):
         self.peak_bytes = made.peak_bytes
 
 
-class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Made(UncompiledMode):
     """Counts the memory of tensors from their making to their end."""
 
     def __init__(self) -> None:
@@ -51,11 +51,6 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The bytes of each storage, by its address."""
         self._num_bytes = 0
         self.peak_bytes = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """As of `recording._OnlyViews`."""
-        return False
 
     def __torch_dispatch__(
         self,
@@ -149,8 +144,6 @@ class ShapesBackend(ReferenceBackend):
         lengths = num_experts + 1, ids.numel(), ids.numel()
         return ExpertRows(ids.shape[1], *(self.empty((length,), torch.int32) for length in lengths))
 
-    def read_ahead(self, files: ExpertFiles, rows: ExpertRows) -> None: ...
-
     def expert_matmul(self, x: Tensor, experts: ExpertWeights, rows: ExpertRows, of_tokens: bool, out: Tensor) -> None:
         for part in range(len(experts.sizes)):
             self.empty((self._host.expert_work_bytes(experts, part, len(out), of_tokens),), torch.uint8)
@@ -206,9 +199,7 @@ class _EncoderShapes:
     def attention(self, query: Tensor, *_: object) -> Tensor:
         return self._empty(query.shape, query.dtype)
 
-    def embedding_norm(
-        self, tables: Sequence[tuple[Tensor, Tensor | None]], weight: Tensor, bias: Tensor | None, eps: float
-    ) -> Tensor:
+    def embedding_norm(self, tables: Tables, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         ids, table = next(ids for _, ids in tables if ids is not None), tables[0][0]
         return self._empty((len(ids), table.shape[1]), table.dtype)
 

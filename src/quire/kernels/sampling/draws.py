@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
-from quire.kernels.checks import KERNEL_ERRORS, describe, refusal
+from quire.kernels.checks import KERNEL_ERRORS, are_ids, describe, refusal
 from quire.kernels.sampling.tensors import SamplingTensors
 
 
@@ -25,7 +25,7 @@ def processed_logits(logits: Tensor, how: SamplingTensors, rows: Tensor) -> Tens
     by the temperature, -inf where top-k, min-p or top-p cut. The softmax of a row is the distribution of its token."""
     backend = backend_of(logits)
     _check(backend, "processed_logits", logits, how)
-    if not _is_ids(backend, rows):
+    if not are_ids(backend.holds, rows):
         raise refusal("processed_logits", "contiguous int64 rows [count] on the logits' device", rows=rows)
     with KERNEL_ERRORS:
         return backend.processed_logits(logits, how, rows)
@@ -47,7 +47,7 @@ def top_logprobs(
     if not (
         _are_logits(logits)
         and rows is not None
-        and all(_is_ids(backend, t) for t in (rows, token_ids))
+        and all(are_ids(backend.holds, t) for t in (rows, token_ids))
         and rows.shape == token_ids.shape
         and 0 <= num_top <= logits.shape[1]
     ):
@@ -77,10 +77,6 @@ def _are_logits(logits: Tensor) -> bool:
         and logits.shape[1] > 0
         and (logits.is_contiguous() or logits.stride(1) == 1)
     )
-
-
-def _is_ids(backend: Backend, ids: Tensor) -> bool:
-    return ids.dim() == 1 and ids.dtype is torch.int64 and ids.is_contiguous() and backend.holds(ids)
 
 
 _LOGITS = "float32 logits [num_rows, vocab] with stride 1 in a row"

@@ -1,6 +1,5 @@
 """The kernels of encoders in the native extension."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 from quire.kernels.backends.native.arguments import DTYPE_CODES, encoder_changes
 from quire.kernels.backends.workspace import empty
 from quire.kernels.checks import POOLINGS
-from quire.kernels.variants import DistanceTerms, EncoderVariant
+from quire.kernels.variants import DistanceTerms, EncoderVariant, Tables
 
 
 class NativeEncoderKernels:
@@ -39,9 +38,7 @@ class NativeEncoderKernels:
         self._native.paged_attention(DTYPE_CODES[query.dtype], *given, out.data_ptr())
         return out
 
-    def embedding_norm(
-        self, tables: Sequence[tuple[Tensor, Tensor | None]], weight: Tensor, bias: Tensor | None, eps: float
-    ) -> Tensor:
+    def embedding_norm(self, tables: Tables, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         width, dtype = tables[0][0].shape[1], tables[0][0].dtype
         rows = next(ids.shape[0] for _, ids in tables if ids is not None)
         out = empty((rows, width), dtype)

@@ -6,15 +6,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels.weights import LoRAWeight
+from quire.kernels.weights import Factors, LoRAWeight
 
 
 def pack_lora(
-    factors: Sequence[tuple[Tensor, Tensor] | None],
-    sizes: tuple[int, ...],
-    k: int,
-    dtype: torch.dtype,
-    memory: Tensor | None,
+    factors: Sequence[Factors | None], sizes: tuple[int, ...], k: int, dtype: torch.dtype, memory: Tensor | None
 ) -> LoRAWeight:
     """As Backend.pack_lora: A and B in the layout that LoRAWeight describes, in one piece of memory."""
     ranks = tuple(0 if pair is None else len(pair[0]) for pair in factors)

@@ -5,7 +5,7 @@ The kernels are native only (csrc/ranks): the reference computes in one process.
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -196,23 +196,20 @@ class SharedTable:
         """ids [num_tokens] int64 of the whole table, `table` being this rank's rows -> [num_tokens, k]. Raises
         KernelError for an id that the table does not have."""
         backend = backend_of(ids)
-        look_up: Any = backend.gather_packed if isinstance(table, PackedWeight) else backend.gather_quantized
+        look_up: Callable[[Tensor, Any], Tensor] = (
+            backend.gather_packed if isinstance(table, PackedWeight) else backend.gather_quantized
+        )
         if self._ranks.group is None:
-            return _looked_up(look_up, ids, table)
+            return look_up(ids, table)
         native, own = native_kernels(), backend.empty(ids.shape, torch.int64)
         first, rows = int(self._bounds[self._shard.rank]), len(ids)
         with KERNEL_ERRORS:
             native.own_rows(ids.data_ptr(), rows, int(self._bounds[-1]), first, table.n, own.data_ptr())
-            found = _looked_up(look_up, own, table)
+            found = look_up(own, table)
             out = backend.empty(found.shape, found.dtype)
             given = self._ranks.group.address, found.data_ptr(), rows, found.shape[1] * found.element_size()
             native.select_rows(*given, ids.data_ptr(), self._bounds.ctypes.data, out.data_ptr())
         return out
-
-
-def _looked_up(look_up: Any, ids: Tensor, table: PackedWeight | QuantizedWeight) -> Tensor:
-    rows: Tensor = look_up(ids, table)
-    return rows
 
 
 def take_rows(matrix: Matrix, ranges: Sequence[Range]) -> Matrix:
