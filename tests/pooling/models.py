@@ -18,7 +18,7 @@ from quire.models.base import PoolingModel
 from quire.models.families.llama import LlamaForCausalLM
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
 from quire.models.layers.embedding import Embedding
-from quire.models.pooling import convert as conversion
+from quire.models.pooling import model as conversion
 
 NAN, BROKEN = 5, 6
 """The last tokens of texts whose vectors are NaN, and whose pooling fails."""

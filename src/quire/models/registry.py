@@ -24,7 +24,7 @@ def class_of(config: ModelConfig) -> "type[Model]":
         return head_class(config.head.format, model)
     if config.convert == "none":
         return model
-    from quire.models.pooling.convert import pooling_class
+    from quire.models.pooling.model import pooling_class
 
     return pooling_class(model, config.convert)
 

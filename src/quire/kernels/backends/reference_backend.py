@@ -128,14 +128,16 @@ class ReferenceBackend:
         if not bool(weight.isfinite().all()):
             return None
         n, k = weight.shape
-        data, scales, factors = reference.quantize_weight(weight, format)
-        return _kept(n, k, weight.dtype, format, data.to(torch.int16), scales, None, factors)
+        integers, scales, factors = reference.quantize_weight(weight, format)
+        data = integers.to(torch.int16)
+        return QuantizedWeight(n, k, weight.dtype, format, data, data.data_ptr(), scales=scales, factors=factors)
 
     def pack_blocks(self, rows: Tensor, k: int, dtype: torch.dtype, format: str) -> QuantizedWeight | None:
-        parts = reference_blocks.split(rows, format)
+        data, scales, mins = reference_blocks.split(rows, format)
         # MXFP4's NaN would be 2^127.
-        is_finite = all(part is None or bool((part.abs() < 2.0**127).all()) for part in parts[1:])
-        return _kept(len(rows), k, dtype, format, *parts) if is_finite else None
+        if not all(part is None or bool((part.abs() < 2.0**127).all()) for part in (scales, mins)):
+            return None
+        return QuantizedWeight(len(rows), k, dtype, format, data, data.data_ptr(), scales=scales, mins=mins)
 
     def pack_integers(
         self,
@@ -147,10 +149,11 @@ class ReferenceBackend:
         scale_range: int,
     ) -> QuantizedWeight | None:
         bits, integers = parts[0].bits, torch.cat([part.values() for part in parts])
-        split = reference.split_integers(integers, scales, zeros, bits, scale_range or 32)
-        is_finite = bool((scales != 255 if scales.dtype is torch.uint8 else scales.isfinite()).all())
+        if not bool((scales != 255 if scales.dtype is torch.uint8 else scales.isfinite()).all()):
+            return None
         n, k = integers.shape
-        return _kept(n, k, dtype, format, *split) if is_finite else None
+        data, scales, mins = reference.split_integers(integers, scales, zeros, bits, scale_range or 32)
+        return QuantizedWeight(n, k, dtype, format, data, data.data_ptr(), scales=scales, mins=mins)
 
     def quantized_work_bytes(self, weight: QuantizedWeight, rows: int) -> int:
         return 0
@@ -266,20 +269,6 @@ class TorchThreads:
 
     def __exit__(self, *error: object) -> None:
         torch.set_num_threads(self._before)
-
-
-def _kept(
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    format: str,
-    integers: Tensor,
-    scales: Tensor,
-    mins: Tensor | None,
-    factors: Tensor | None = None,
-) -> QuantizedWeight:
-    at = integers.data_ptr()
-    return QuantizedWeight(n, k, dtype, format, integers, at, scales=scales, mins=mins, factors=factors)
 
 
 def _refuse_pinning(cpus: Sequence[int]) -> None:

@@ -88,10 +88,6 @@ class DraftHead(Decoder):
     def weight_name(cls, checkpoint_name: str) -> str | None:
         return cls.format.weight_name(checkpoint_name)
 
-    @classmethod
-    def ties_embeddings(cls, config: ModelConfig) -> bool:
-        return False
-
     def share(self, model: CausalLM) -> None:
         """Use what the model has where this head has nothing of its own."""
         if not hasattr(self, "embed_tokens"):
@@ -103,14 +99,7 @@ class DraftHead(Decoder):
         (state,) = states
         return state
 
-    def forward(self, batch: BatchTensors, kv: Sequence[LayerCache]) -> Tensor:
-        x, residual = self._enter(batch)
-        for layer, layer_kv in zip(self.layers, kv, strict=True):
-            x, residual = layer(x, residual, batch, layer_kv)
-        hidden: Tensor = self._sum(x, residual)
-        return hidden
-
-    def _enter(self, batch: BatchTensors) -> tuple[Tensor | None, Tensor]:
+    def _embed(self, batch: BatchTensors) -> tuple[Tensor | None, Tensor]:
         assert batch.embeddings is not None
         assert batch.states is not None
         token, state = self._norms[0](batch.embeddings), self._norms[1](batch.states)
@@ -153,7 +142,7 @@ class FusedHead(DraftHead):
         fused = kernels.matmul(reduce(beside, states), self.fc.weight, self.fc.bias)
         return fused if self.fc.gather_out is None else self.fc.gather_out(fused)
 
-    def _enter(self, batch: BatchTensors) -> tuple[Tensor | None, Tensor]:
+    def _embed(self, batch: BatchTensors) -> tuple[Tensor | None, Tensor]:
         assert batch.embeddings is not None
         assert batch.states is not None
         return batch.embeddings, batch.states

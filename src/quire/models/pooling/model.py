@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from quire.common.errors import ConfigError
+from quire.common.errors import ConfigError, UnsupportedModelError
 from quire.config.checkpoint.sentence_transformers import (
     SentenceModules,
     read_activation,
@@ -22,7 +22,7 @@ from quire.config.hf_config import HFConfig
 from quire.config.kv_cache import KVCacheSpec, NoCacheSpec
 from quire.config.model import ModelConfig
 from quire.config.quantization import QUANT_METHOD
-from quire.models.base import PoolingModel
+from quire.models.base import Model, PoolingModel
 from quire.models.decoder.model import Decoder
 from quire.models.encoder.model import Encoder
 from quire.models.layers.batch_tensors import NO_CACHE, BatchTensors, LayerCache
@@ -126,6 +126,16 @@ def pooled(body: type[Encoder] | type[Decoder], kind: Kind) -> type[PoolingModel
     values: dict[str, Any] = {"body_class": body, "kind": kind, "fused": body.fused, "can_record": body.can_record}
     values["__doc__"] = Pooled.__doc__
     return type(name, (Pooled,), values)
+
+
+def pooling_class(causal: type[Model], convert: str) -> type[PoolingModel]:
+    """The class that runs a generating architecture without its language model head, as `convert` says. Raises
+    UnsupportedModelError for one that runs through the library transformers."""
+    if not issubclass(causal, Decoder):
+        raise UnsupportedModelError(
+            f"convert={convert!r}: not supported for {causal.__name__}, which is no decoder of Quire"
+        )
+    return pooled(causal, Kind[convert.upper()])
 
 
 def _make_pooler(family: type[Encoder] | type[Decoder], kind: Kind, config: ModelConfig) -> Pooler:

@@ -21,7 +21,7 @@ MAX_LOGITS_ROWS = 64
 
 
 class Sampler:
-    """Draws the tokens of a step. Keeps the tensors of the latest draws, which the next step usually has too."""
+    """Draws the tokens of a step."""
 
     def __init__(
         self,
@@ -31,7 +31,6 @@ class Sampler:
     ) -> None:
         """`ranks`: those that help to draw, by an IdleSampler each."""
         self._mode, self._draw = logprobs_mode, SharedDraws(ranks)
-        self._draws = DrawTensors((), 1)
         # Not the model's workspace: that one may reuse the memory of a decode graph's logits.
         self._workspace = backend.workspace()
 
@@ -40,19 +39,17 @@ class Sampler:
 
         A row's outcome depends on that row alone. The logits stay as they are.
         """
-        draws = draws_of(sequences)
-        if draws != self._draws.draws:
-            self._draws = DrawTensors(draws, logits.shape[1])
+        draws = self._draw.tensors_of(sequences, logits.shape[1])
         with self._workspace:
             changed = logits
             errors: dict[int, str] = {}
-            if self._draws.processed_rows:
-                changed, errors = run_processors(logits, self._draws, sequences)
-            how = self._draws.at(sequences, errors)
+            if draws.processed_rows:
+                changed, errors = run_processors(logits, draws, sequences)
+            how = draws.at(sequences, errors)
             fault_point("sampler.draw")
-            draw = kernels.sample if self._draws.processed_rows else self._draw
+            draw = kernels.sample if draws.processed_rows else self._draw
             token_ids = draw(changed, how)
-            logprobs = self._logprobs(logits, changed, how, token_ids)
+            logprobs = self._logprobs(draws, logits, changed, how, token_ids)
         return StepResult(tuple(token_ids.tolist()), logprobs, errors=errors)
 
     def score(
@@ -77,10 +74,10 @@ class Sampler:
         return results
 
     def _logprobs(
-        self, logits: Tensor, changed: Tensor, how: SamplingTensors, token_ids: Tensor
+        self, draws: DrawTensors, logits: Tensor, changed: Tensor, how: SamplingTensors, token_ids: Tensor
     ) -> dict[int, TokenLogprobs]:
         results: dict[int, TokenLogprobs] = {}
-        for (num_top, own_mode), rows in self._draws.logprob_rows.items():
+        for (num_top, own_mode), rows in draws.logprob_rows.items():
             mode = own_mode or self._mode
 
             def read(some: Tensor, is_processed: bool = mode.startswith("processed")) -> tuple[Tensor, Tensor]:
@@ -94,12 +91,20 @@ class Sampler:
 
 
 class SharedDraws:
-    """Draws the tokens of a step in one process, or each of several ranks a share where all have the logits."""
+    """Draws the tokens of a step in one process, or each of several ranks a share where all have the logits. Keeps the
+    tensors of the latest draws, which the next step usually has too."""
 
     def __init__(self, ranks: kernels.Ranks | None) -> None:
-        self._ranks = ranks
+        self._ranks, self._draws = ranks, DrawTensors((), 1)
         self._gathers: dict[int, kernels.Gather] = {}
         """By the number of rows: they take as long to make as to use."""
+
+    def tensors_of(self, sequences: Sequence[ScheduledSequence], vocab: int) -> DrawTensors:
+        """The draws of these sequences."""
+        draws = draws_of(sequences)
+        if draws != self._draws.draws:
+            self._draws = DrawTensors(draws, vocab)
+        return self._draws
 
     def __call__(self, logits: Tensor, how: SamplingTensors) -> Tensor:
         """A token for each row, [num_rows] int64, in the first rank. All must call it, or none."""
@@ -120,16 +125,14 @@ class IdleSampler:
 
     def __init__(self, ranks: kernels.Ranks | None = None) -> None:
         """`ranks`: those that draw together."""
-        self._ranks, self._draw, self._draws = ranks, SharedDraws(ranks), DrawTensors((), 1)
+        self._ranks, self._draw = ranks, SharedDraws(ranks)
 
     def sample(self, logits: Tensor, sequences: Sequence[ScheduledSequence]) -> StepResult:
         """No tokens."""
         if self._ranks is not None and len(logits) > 1 and self._ranks.have_all(logits):
-            draws = draws_of(sequences)
-            if draws != self._draws.draws:
-                self._draws = DrawTensors(draws, logits.shape[1])
-            if not self._draws.processed_rows:  # whose logits the other one changes for itself
-                self._draw(logits, self._draws.at(sequences, {}))
+            draws = self._draw.tensors_of(sequences, logits.shape[1])
+            if not draws.processed_rows:  # whose logits the other one changes for itself
+                self._draw(logits, draws.at(sequences, {}))
         return StepResult(())
 
     def score(
