@@ -109,7 +109,7 @@ def check_against_reference(
     kernel = "paged_attention" if heads.cache_dtype is None else "paged_attention_int8"
     if inputs[1].dtype is torch.bfloat16 and kernels.isa() in PAIRED_ISAS:
         kernel = "paged_attention_pairs"
-    assert_close(kernel, actual, reference_attention.paged_attention(*inputs, scale, variant))
+    assert_close(kernel, actual, reference_attention.paged_attention(*inputs[:3], inputs[3:], scale, variant))
 
 
 def same_bits(actual: Tensor, expected: Tensor) -> bool:

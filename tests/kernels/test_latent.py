@@ -87,7 +87,9 @@ def check_against_reference(kind: Latents, lens: list[int], query_lens: list[int
     actual = kernels.latent_attention(*inputs, kind.rank, kind.width**-0.5)
     is_paired = kind.dtype is torch.bfloat16 and kernels.isa() in PAIRED_ISAS
     name = "latent_attention_pairs" if is_paired else "latent_attention"
-    assert_close(name, actual, reference_attention.latent_attention(*inputs, kind.rank, kind.width**-0.5))
+    assert_close(
+        name, actual, reference_attention.latent_attention(*inputs[:2], inputs[2:], kind.rank, kind.width**-0.5)
+    )
 
 
 @pytest.mark.essential

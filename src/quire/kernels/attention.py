@@ -44,7 +44,7 @@ def paged_attention(
         numbers = {"sinks": variant.sinks, "slopes": variant.slopes}
         raise refusal("paged_attention", f"{_TAKES}, {backend.cache_layout}", **given, **numbers)
     with KERNEL_ERRORS:
-        return backend.paged_attention(query, k_cache, v_cache, query_start, seq_lens, block_tables, scale, variant)
+        return backend.paged_attention(query, k_cache, v_cache, (query_start, seq_lens, block_tables), scale, variant)
 
 
 def latent_attention(
@@ -77,7 +77,7 @@ def latent_attention(
         given = {"query": query, "cache": cache, "query_start": query_start, "seq_lens": seq_lens}
         raise refusal("latent_attention", _LATENT_TAKES, **given, block_tables=block_tables, value_dim=value_dim)
     with KERNEL_ERRORS:
-        return backend.latent.attention(query, cache, query_start, seq_lens, block_tables, value_dim, scale)
+        return backend.latent.attention(query, cache, (query_start, seq_lens, block_tables), value_dim, scale)
 
 
 def encoder_attention(

@@ -35,6 +35,8 @@ class ClampedSwiGLU:
 
 Tables = Sequence[tuple[Tensor, Tensor | None]]
 """Each a table [num_rows, width] with the ids of its rows [num_tokens] int64, or None for the first row everywhere."""
+Sequences = tuple[Tensor, Tensor, Tensor]
+"""query_start, seq_lens and block_tables of a batch, as `kernels.paged_attention` takes them."""
 ActivationKind = str | XIELU | ClampedSwiGLU
 """A name in `checks.ACTIVATIONS`, or a kind with parameters."""
 

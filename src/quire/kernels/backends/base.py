@@ -11,7 +11,15 @@ from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace
 from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights, Routing
 from quire.kernels.sampling.tensors import SamplingTensors
-from quire.kernels.variants import Activated, ActivationKind, AttentionVariant, DistanceTerms, EncoderVariant, Tables
+from quire.kernels.variants import (
+    Activated,
+    ActivationKind,
+    AttentionVariant,
+    DistanceTerms,
+    EncoderVariant,
+    Sequences,
+    Tables,
+)
 from quire.kernels.weights import (
     Factors,
     HeadWeights,
@@ -37,17 +45,7 @@ class LatentKernels(Protocol):
 
     def write(self, latents: Tensor, rotary: Tensor, cache: Tensor, slots: Tensor) -> None: ...
     def copy_slots(self, cache: Tensor, src_slots: Tensor, dst_slots: Tensor) -> None: ...
-    def attention(
-        self,
-        query: Tensor,
-        cache: Tensor,
-        query_start: Tensor,
-        seq_lens: Tensor,
-        block_tables: Tensor,
-        value_dim: int,
-        scale: float,
-    ) -> Tensor: ...
-
+    def attention(self, query: Tensor, cache: Tensor, seqs: Sequences, value_dim: int, scale: float) -> Tensor: ...
     def pack_heads(self, weights: Tensor) -> HeadWeights: ...
     def multiply_heads(self, x: Tensor, weights: HeadWeights) -> Tensor: ...
 
@@ -226,15 +224,7 @@ class Backend(Protocol):
     def copy_slots(self, k_cache: Tensor, v_cache: Tensor, src_slots: Tensor, dst_slots: Tensor) -> None: ...
     def copy_blocks(self, src: Tensor, dst: Tensor, pairs: Tensor) -> None: ...
     def paged_attention(
-        self,
-        query: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        query_start: Tensor,
-        seq_lens: Tensor,
-        block_tables: Tensor,
-        scale: float,
-        variant: AttentionVariant,
+        self, query: Tensor, k_cache: Tensor, v_cache: Tensor, seqs: Sequences, scale: float, variant: AttentionVariant
     ) -> Tensor: ...
     def sample(self, logits: Tensor, how: SamplingTensors) -> Tensor: ...
     def processed_logits(self, logits: Tensor, how: SamplingTensors, rows: Tensor) -> Tensor: ...

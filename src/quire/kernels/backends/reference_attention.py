@@ -9,28 +9,22 @@ from torch import Tensor
 from quire.common.errors import KernelError
 from quire.kernels.backends.reference import gather_kv, softcap
 from quire.kernels.checks import check_range
-from quire.kernels.variants import PLAIN, UNMASKED, AttentionVariant, DistanceTerms, EncoderVariant
+from quire.kernels.variants import PLAIN, UNMASKED, AttentionVariant, DistanceTerms, EncoderVariant, Sequences
 
 
 def paged_attention(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    variant: AttentionVariant = PLAIN,
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, seqs: Sequences, scale: float, variant: AttentionVariant = PLAIN
 ) -> Tensor:
     """Causal attention of a mixed batch over the paged cache (Kwon et al. 2023): decode, chunk and prefill alike.
 
-    query [num_tokens, num_heads, head_dim]: sequence s owns rows query_start[s] to query_start[s + 1], the last tokens
-    of its seq_lens[s] tokens; block_tables [num_seqs, max_blocks]. Query head h reads key/value head
+    query [num_tokens, num_heads, head_dim]. Of `seqs`, sequence s owns rows query_start[s] to query_start[s + 1], the
+    last tokens of its seq_lens[s] tokens; block_tables [num_seqs, max_blocks]. Query head h reads key/value head
     h // (num_heads / num_kv_heads). A position p sees keys up to p, from `_first_key` on; the variant says what becomes
     of their scores. Returns [num_tokens, num_heads, head_dim].
     """
     num_blocks, _, block_size, _ = v_cache.shape
-    _check_attention(query, num_blocks, block_size, query_start, seq_lens, block_tables, variant)
+    _check_attention(query, num_blocks, block_size, seqs, variant)
+    query_start, seq_lens, block_tables = seqs
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     group = query.shape[1] // k_cache.shape[1]
     for s, seq_len in enumerate(seq_lens.tolist()):
@@ -54,15 +48,7 @@ def paged_attention(
     return out
 
 
-def latent_attention(
-    query: Tensor,
-    cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    value_dim: int,
-    scale: float,
-) -> Tensor:
+def latent_attention(query: Tensor, cache: Tensor, seqs: Sequences, value_dim: int, scale: float) -> Tensor:
     """Causal attention over paged latents, with absorbed projections (DeepSeek-AI 2024, "DeepSeek-V2").
 
     query [num_tokens, num_heads, width]; cache [num_blocks, block_size, width]; the rest is as `paged_attention` says.
@@ -70,7 +56,8 @@ def latent_attention(
     Returns [num_tokens, num_heads, value_dim].
     """
     num_blocks, block_size, _ = cache.shape
-    _check_attention(query, num_blocks, block_size, query_start, seq_lens, block_tables, PLAIN)
+    _check_attention(query, num_blocks, block_size, seqs, PLAIN)
+    query_start, seq_lens, block_tables = seqs
     out = query.new_empty(*query.shape[:2], value_dim)
     for s, seq_len in enumerate(seq_lens.tolist()):
         rows = slice(int(query_start[s]), int(query_start[s + 1]))
@@ -172,15 +159,10 @@ def _first_key(positions: Tensor, variant: AttentionVariant) -> Tensor:
 
 
 def _check_attention(
-    query: Tensor,
-    num_blocks: int,
-    block_size: int,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    variant: AttentionVariant,
+    query: Tensor, num_blocks: int, block_size: int, seqs: Sequences, variant: AttentionVariant
 ) -> None:
     """Raise KernelError unless the ranges of queries and blocks fit."""
+    query_start, seq_lens, block_tables = seqs
     starts = query_start.tolist()
     if starts[0] != 0 or starts[-1] != len(query) or starts != sorted(starts):
         raise KernelError(f"paged_attention: query_start must rise from 0 to {len(query)}, it is {starts}")

@@ -16,7 +16,7 @@ from quire.kernels.backends.recording import UncompiledMode
 from quire.kernels.backends.reference_backend import ReferenceBackend, ReferenceLatentKernels
 from quire.kernels.backends.workspace import Workspace, empty
 from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
-from quire.kernels.variants import Activated, ActivationKind, Tables
+from quire.kernels.variants import Activated, ActivationKind, Sequences, Tables
 from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, PlacedIntegers, QuantizedWeight
 
 _ALIGNMENT = 64
@@ -181,8 +181,7 @@ class _LatentShapes(ReferenceLatentKernels):
 
     def write(self, latents: Tensor, rotary: Tensor, cache: Tensor, slots: Tensor) -> None: ...
 
-    def attention(self, query: Tensor, cache: Tensor, *others: Any) -> Tensor:
-        value_dim = others[-2]
+    def attention(self, query: Tensor, cache: Tensor, seqs: Sequences, value_dim: int, scale: float) -> Tensor:
         return self._empty((*query.shape[:2], value_dim), query.dtype)
 
     def pack_heads(self, weights: Tensor) -> HeadWeights:

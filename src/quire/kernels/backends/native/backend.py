@@ -29,7 +29,7 @@ from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import WeightMemory, Workspace, empty, zeroed_blocks
 from quire.kernels.experts.weights import SCORINGS, ExpertFiles, ExpertRows, ExpertWeights, Routing
 from quire.kernels.sampling.tensors import SamplingTensors
-from quire.kernels.variants import Activated, ActivationKind, AttentionVariant
+from quire.kernels.variants import Activated, ActivationKind, AttentionVariant, Sequences
 from quire.kernels.weights import MAX_LORA_MODULES, LoRATable, PackedWeight, PlacedIntegers, QuantizedWeight
 
 
@@ -346,16 +346,9 @@ class NativeBackend:
         self.native.copy_blocks(*pools, pairs.data_ptr(), pairs.shape[0])
 
     def paged_attention(
-        self,
-        query: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        query_start: Tensor,
-        seq_lens: Tensor,
-        block_tables: Tensor,
-        scale: float,
-        variant: AttentionVariant,
+        self, query: Tensor, k_cache: Tensor, v_cache: Tensor, seqs: Sequences, scale: float, variant: AttentionVariant
     ) -> Tensor:
+        query_start, seq_lens, block_tables = seqs
         num_tokens, num_heads, head_dim = query.shape
         num_blocks, num_kv_heads, block_size, _ = v_cache.shape
         out = empty((num_tokens, num_heads, head_dim), query.dtype)

@@ -7,6 +7,7 @@ from torch import Tensor
 from quire.kernels.backends import key_layout
 from quire.kernels.backends.native.arguments import DTYPE_CODES
 from quire.kernels.backends.workspace import WeightMemory, empty
+from quire.kernels.variants import Sequences
 from quire.kernels.weights import HeadWeights
 
 
@@ -29,16 +30,8 @@ class NativeLatentKernels:
         slots = src_slots.data_ptr(), dst_slots.data_ptr(), src_slots.shape[0]
         self._native.copy_slots(self._cache(cache), *slots)
 
-    def attention(
-        self,
-        query: Tensor,
-        cache: Tensor,
-        query_start: Tensor,
-        seq_lens: Tensor,
-        block_tables: Tensor,
-        value_dim: int,
-        scale: float,
-    ) -> Tensor:
+    def attention(self, query: Tensor, cache: Tensor, seqs: Sequences, value_dim: int, scale: float) -> Tensor:
+        query_start, seq_lens, block_tables = seqs
         (num_tokens, num_heads, width), (num_blocks, block_size, _) = query.shape, cache.shape
         out = empty((num_tokens, num_heads, value_dim), query.dtype)
         given = query.data_ptr(), cache.data_ptr(), cache.stride(0)
