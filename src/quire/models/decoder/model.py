@@ -69,8 +69,8 @@ class Decoder(CausalLM):
     """A decoder as `shape` describes it.
 
     A family states what differs from Llama without biases: by the attributes below, or where they do not suffice, by
-    overriding `shape`, or the parts of it: `layer_shape`, `attention_shape`, `window`, `mlp_shape`, `experts_shape`,
-    `norm_shape`, `rope_shape`. They take the layer's number, and read the config alone.
+    overriding `shape`, or the parts of it: `layer_shape`, `arrangement_of`, `attention_shape`, `window`, `mlp_shape`,
+    `experts_shape`, `norm_shape`, `rope_shape`. They take the layer's number, and read the config alone.
     """
 
     renames: ClassVar[tuple[tuple[str, str], ...]] = ((r"^model\.", ""),)
@@ -113,7 +113,9 @@ class Decoder(CausalLM):
     has_window: ClassVar[bool] = False
     """Whether the config's `sliding_window`, if there is one, is that of all layers."""
     arrangement: ClassVar[Arrangement] = Arrangement.PRE_NORM
-    """Of all layers."""
+    """Of all layers, unless `arrangement_of` says otherwise."""
+    has_embed_norm: ClassVar[bool] = False
+    """Whether embeddings have a norm, like those over the hidden size."""
 
     def __init__(self, config: ModelConfig, *, has_head: bool = True) -> None:
         """Without a head, `compute_logits` is not to be called, and the token table is only a table."""
@@ -204,6 +206,7 @@ class Decoder(CausalLM):
             is_tied=hf.flag("tie_word_embeddings", cls.ties_by_default),
             dtype=getattr(torch, config.dtype),
             embed_width=hf.size("hidden_size"),
+            embed_norm=cls.norm_shape(hf) if cls.has_embed_norm else None,
             head_bias=read_setting(hf, cls.head_bias),
         )
 
@@ -211,7 +214,12 @@ class Decoder(CausalLM):
     def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
         """Of layer number `layer`."""
         mlp = cls.experts_shape(hf, layer) or cls.mlp_shape(hf, layer)
-        return LayerShape(cls.attention_shape(hf, layer), mlp, cls.norm_shape(hf), cls.arrangement)
+        return LayerShape(cls.attention_shape(hf, layer), mlp, cls.norm_shape(hf), cls.arrangement_of(hf))
+
+    @classmethod
+    def arrangement_of(cls, hf: HFConfig) -> Arrangement:
+        """Of the norms in all layers."""
+        return cls.arrangement
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:

@@ -77,7 +77,8 @@ class _Split:
 
     def _attention(self, attention: SelfAttention) -> None:
         shape, dim = attention.shape, attention.head_dim
-        queries, keys = self._heads(shape.num_heads, shape.num_kv_heads, self._shard)
+        queries = query_heads(shape.num_heads, shape.num_kv_heads, self._shard)
+        keys = key_heads(shape.num_kv_heads, self._shard)
         if attention.mixes_heads:
             self._linear(attention.qkv_proj)
         else:
@@ -90,17 +91,13 @@ class _Split:
 
     def _latent_attention(self, attention: LatentAttention) -> None:
         shape = attention.shape
-        (first, end), _ = self._heads(shape.num_heads, shape.num_heads, self._shard)
+        first, end = query_heads(shape.num_heads, shape.num_heads, self._shard)
         queries = attention.q_proj if shape.query_rank is None else attention.q_b_proj
         dims = {queries: shape.head_dim, attention.kv_b_proj: shape.plain_dim + shape.value_dim}
         for layer, dim in dims.items():
             layer.kept = ((first * dim, end * dim),)
             self.done.add(layer)
         self._gather_heads(attention.o_proj, shape.num_heads, shape.num_heads, shape.value_dim)
-
-    @staticmethod
-    def _heads(num_heads: int, num_kv_heads: int, shard: Shard) -> tuple[tuple[int, int], tuple[int, int]]:
-        return query_heads(num_heads, num_kv_heads, shard), key_heads(num_kv_heads, shard)
 
     def _gather_heads(self, output: Linear, num_heads: int, num_kv_heads: int, dim: int) -> None:
         shards = [Shard(rank, self._shard.num_ranks) for rank in range(self._shard.num_ranks)]

@@ -4,10 +4,9 @@ from dataclasses import replace
 from typing import ClassVar
 
 from quire.config.hf_config import HFConfig
-from quire.config.model import ModelConfig
 from quire.models.decoder.model import Decoder
 from quire.models.decoder.reading import alibi_slopes
-from quire.models.decoder.shapes import Arrangement, AttentionShape, DecoderShape, LayerShape, MLPShape, QKVLayout
+from quire.models.decoder.shapes import Arrangement, AttentionShape, MLPShape, QKVLayout
 from quire.models.layers.norm import NormShape
 
 
@@ -29,18 +28,14 @@ class BloomForCausalLM(Decoder):
     ties_by_default = True
     default_norm = NormShape(1e-5, is_rms=False, has_bias=True)
     has_rope = False
+    has_embed_norm = True
     qkv_bias = o_bias = True
     qkv_layout = QKVLayout.BY_GROUP
 
     @classmethod
-    def shape(cls, config: ModelConfig) -> DecoderShape:
-        return replace(super().shape(config), embed_norm=cls.norm_shape(config.hf_config))
-
-    @classmethod
-    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
+    def arrangement_of(cls, hf: HFConfig) -> Arrangement:
         is_after = hf.flag("apply_residual_connection_post_layernorm", False)
-        arrangement = Arrangement.RESIDUAL_AFTER_NORM if is_after else Arrangement.PRE_NORM
-        return replace(super().layer_shape(hf, layer), arrangement=arrangement)
+        return Arrangement.RESIDUAL_AFTER_NORM if is_after else Arrangement.PRE_NORM
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:

@@ -8,7 +8,7 @@ import torch
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.model import Decoder
 from quire.models.decoder.reading import alibi_slopes
-from quire.models.decoder.shapes import Arrangement, AttentionShape, LayerShape, QKVLayout
+from quire.models.decoder.shapes import Arrangement, AttentionShape, QKVLayout
 from quire.models.families.gpt.bloom import BloomForCausalLM
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
@@ -33,8 +33,12 @@ class FalconForCausalLM(Decoder):
     qkv_layout = QKVLayout.BY_GROUP
 
     @classmethod
-    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
-        return replace(super().layer_shape(hf, layer), arrangement=_arrangement(hf))
+    def arrangement_of(cls, hf: HFConfig) -> Arrangement:
+        if not hf.flag("parallel_attn", True):
+            return Arrangement.PRE_NORM
+        num_norms = hf.size("num_ln_in_parallel_attn", 2)
+        is_two = hf.flag("new_decoder_architecture", False) and num_norms == 2
+        return Arrangement.PARALLEL_TWO_NORMS if is_two else Arrangement.PARALLEL
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
@@ -54,11 +58,3 @@ def _slopes(num_heads: int, scale: float) -> tuple[float, ...]:
     """Those of ALiBi, rounded to bfloat16, and multiplied by the scale: Falcon adds them to scores before that."""
     rounded = torch.tensor(alibi_slopes(num_heads)).to(torch.bfloat16).tolist()
     return tuple(slope * scale for slope in rounded)
-
-
-def _arrangement(hf: HFConfig) -> Arrangement:
-    if not hf.flag("parallel_attn", True):
-        return Arrangement.PRE_NORM
-    num_norms = hf.size("num_ln_in_parallel_attn", 2)
-    is_two = hf.flag("new_decoder_architecture", False) and num_norms == 2
-    return Arrangement.PARALLEL_TWO_NORMS if is_two else Arrangement.PARALLEL

@@ -1,12 +1,11 @@
 """GPT-NeoX (Black et al. 2022) and Pythia: attention and MLP side by side, each with its own layer norm."""
 
-from dataclasses import replace
 from typing import ClassVar
 
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.model import Decoder
 from quire.models.decoder.reading import Setting
-from quire.models.decoder.shapes import Arrangement, LayerShape, QKVLayout
+from quire.models.decoder.shapes import Arrangement, QKVLayout
 from quire.models.layers.norm import NormShape
 
 
@@ -34,7 +33,6 @@ class GPTNeoXForCausalLM(Decoder):
     qkv_layout = QKVLayout.BY_GROUP
 
     @classmethod
-    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
+    def arrangement_of(cls, hf: HFConfig) -> Arrangement:
         is_parallel = hf.flag("use_parallel_residual", True)
-        arrangement = Arrangement.PARALLEL_TWO_NORMS if is_parallel else Arrangement.PRE_NORM
-        return replace(super().layer_shape(hf, layer), arrangement=arrangement)
+        return Arrangement.PARALLEL_TWO_NORMS if is_parallel else Arrangement.PRE_NORM

@@ -22,12 +22,12 @@ class NanoChatForCausalLM(LlamaForCausalLM):
     mlp_bias = False
     has_head_norm = True
     norms_rotated_heads = True
+    has_embed_norm = True
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
-        hf = config.hf_config
-        cap = read_cap(hf, "final_logit_softcapping", 15.0)
-        return replace(super().shape(config), embed_norm=cls.norm_shape(hf), logit_softcap=cap)
+        cap = read_cap(config.hf_config, "final_logit_softcapping", 15.0)
+        return replace(super().shape(config), logit_softcap=cap)
 
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:

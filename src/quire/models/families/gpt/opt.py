@@ -6,7 +6,7 @@ from typing import ClassVar
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.shapes import Arrangement, DecoderShape, LayerShape, PositionsShape
+from quire.models.decoder.shapes import Arrangement, DecoderShape, PositionsShape
 from quire.models.layers.norm import NormShape
 
 _POSITION_OFFSET = 2
@@ -35,7 +35,8 @@ class OPTForCausalLM(Decoder):
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
         hf, shape = config.hf_config, super().shape(config)
-        has_final_norm = _is_pre_norm(hf) and not hf.flag("_remove_final_layer_norm", False)
+        is_pre_norm = cls.arrangement_of(hf) is Arrangement.PRE_NORM
+        has_final_norm = is_pre_norm and not hf.flag("_remove_final_layer_norm", False)
         return replace(
             shape,
             embed_width=hf.size("word_embed_proj_dim", shape.hidden_size),
@@ -44,15 +45,10 @@ class OPTForCausalLM(Decoder):
         )
 
     @classmethod
-    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
-        arrangement = Arrangement.PRE_NORM if _is_pre_norm(hf) else Arrangement.POST_NORM
-        return replace(super().layer_shape(hf, layer), arrangement=arrangement)
+    def arrangement_of(cls, hf: HFConfig) -> Arrangement:
+        return Arrangement.PRE_NORM if hf.flag("do_layer_norm_before", True) else Arrangement.POST_NORM
 
     @classmethod
     def norm_shape(cls, hf: HFConfig) -> NormShape:
         is_affine = hf.flag("layer_norm_elementwise_affine", True)
         return NormShape(_EPS, is_rms=False, has_weight=is_affine, has_bias=is_affine)
-
-
-def _is_pre_norm(hf: HFConfig) -> bool:
-    return hf.flag("do_layer_norm_before", True)

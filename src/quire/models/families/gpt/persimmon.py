@@ -1,11 +1,10 @@
 """Persimmon (Adept 2023): GPT-NeoX, one part after the other, with layer norms of heads and squared rectifiers."""
 
-from dataclasses import replace
 from typing import ClassVar
 
 from quire.config.hf_config import HFConfig
 from quire.config.model import rope_config
-from quire.models.decoder.shapes import Arrangement, LayerShape
+from quire.models.decoder.shapes import Arrangement
 from quire.models.families.gpt.gpt_neox import GPTNeoXForCausalLM
 from quire.models.layers.rotary import RopeShape
 
@@ -26,8 +25,8 @@ class PersimmonForCausalLM(GPTNeoXForCausalLM):
     has_head_norm = ("qk_layernorm", True)
 
     @classmethod
-    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
-        return replace(super().layer_shape(hf, layer), arrangement=Arrangement.PRE_NORM)
+    def arrangement_of(cls, hf: HFConfig) -> Arrangement:
+        return Arrangement.PRE_NORM
 
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.shapes import Arrangement, AttentionShape, HeadNormShape, LayerShape, Span
+from quire.models.decoder.shapes import Arrangement, AttentionShape, HeadNormShape, Span
 from quire.models.layers.norm import NormShape
 
 
@@ -17,10 +17,8 @@ class StableLmForCausalLM(Decoder):
     qkv_bias = ("use_qkv_bias", False)
 
     @classmethod
-    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
-        is_parallel = hf.flag("use_parallel_residual", False)
-        arrangement = Arrangement.PARALLEL if is_parallel else Arrangement.PRE_NORM
-        return replace(super().layer_shape(hf, layer), arrangement=arrangement)
+    def arrangement_of(cls, hf: HFConfig) -> Arrangement:
+        return Arrangement.PARALLEL if hf.flag("use_parallel_residual", False) else Arrangement.PRE_NORM
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
