@@ -47,7 +47,9 @@ class Decoding:
         self.lens = [0] * num_seqs
         self.tables: list[tuple[np.ndarray, ...]] = [()] * num_seqs
         self.rng = random.Random(3)
-        self.graphs = DecodeGraphs(self.model, self.kv, BLOCK_SIZE, blocks_per_seq, kernels.Workspace())
+        self.graphs = DecodeGraphs(
+            self.model, self.kv, BLOCK_SIZE, blocks_per_seq, kernels.backend_for("cpu"), kernels.Workspace()
+        )
 
     def step(self, running: list[int], counts: Sequence[int] = ()) -> tuple[ScheduledSequence, ...]:
         """The next token of each of `running`, or as many as `counts` says, each of which draws. A table is the same

@@ -63,8 +63,8 @@ class Steps:
         model = load_model(config)
         self.pooler = model.pooler
         kv_cache = kv_cache_config(model.kv_cache_specs(config), BLOCK_SIZE, num_blocks=3 * BLOCKS_PER_SEQ)
-        caches = CacheEngine(kv_cache, kernels.backend_for("cpu"))
-        self.runner = ModelRunner(model, caches.layers, BLOCK_SIZE, MAX_LEN)
+        backend = kernels.backend_for("cpu")
+        self.runner = ModelRunner(model, CacheEngine(kv_cache, backend).layers, BLOCK_SIZE, MAX_LEN, backend)
         with torch.no_grad():
             self.expected = oracle.model(torch.tensor([POOLING])).last_hidden_state[0].numpy()  # [num_tokens, hidden]
 

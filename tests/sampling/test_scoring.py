@@ -31,9 +31,8 @@ def model() -> CausalLM:
 def make_runner(model: CausalLM) -> ModelRunner:
     specs = model.kv_cache_specs(ModelConfig.resolve("quire-draft", dtype="bfloat16"))
     cache = kv_cache_config(specs, BLOCK_SIZE, num_blocks=BLOCKS_PER_SEQ * len(PROMPTS))
-    return ModelRunner(
-        model, CacheEngine(cache, kernels.backend_for("cpu")).layers, BLOCK_SIZE, BLOCKS_PER_SEQ * BLOCK_SIZE
-    )
+    backend = kernels.backend_for("cpu")
+    return ModelRunner(model, CacheEngine(cache, backend).layers, BLOCK_SIZE, BLOCKS_PER_SEQ * BLOCK_SIZE, backend)
 
 
 def chunk(seq: int, start: int, end: int, num_top: int = 2, draws: tuple[Draw, ...] = ()) -> ScheduledSequence:

@@ -19,7 +19,7 @@ from quire.models.decoder.model import Decoder
 from quire.models.heads.head import DraftHead
 from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerCache
 from quire.models.layers.caches import view_cache
-from quire.models.weights.loader import build_model, open_weights
+from quire.models.weights.loader import unloaded_model
 
 _BLOCK_SIZE = 16
 
@@ -33,7 +33,7 @@ def activation_bytes(
 
     The model runs on torch's meta device: its kernels allocate as always, but read no weights and compute nothing.
     """
-    model = build_model(dataclasses.replace(config, max_model_len=1), open_weights(config), ranks)
+    model = unloaded_model(config, ranks)
     meter = kernels.Meter()
     with torch.no_grad():  # not inference_mode, in which torch would hide the operations that others consist of
         for _, layer in model.weighted_layers():
@@ -57,9 +57,10 @@ def activation_bytes(
 
 def _on_meta(variant: Any) -> Any:
     """An attention variant with its tensors on the meta device."""
-    values = {field.name: getattr(variant, field.name) for field in dataclasses.fields(variant)}
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    return dataclasses.replace(variant, **{name: _meta(t.shape, t.dtype) for name, t in tensors.items()})
+    values = ((field.name, getattr(variant, field.name)) for field in dataclasses.fields(variant))
+    return dataclasses.replace(
+        variant, **{name: _meta(t.shape, t.dtype) for name, t in values if isinstance(t, Tensor)}
+    )
 
 
 def _batch(model: Model, num_tokens: int, has_adapters: bool) -> BatchTensors:

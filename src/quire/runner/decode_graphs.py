@@ -67,9 +67,10 @@ class DecodeGraphs:
         kv: Sequence[LayerCache],
         block_size: int,
         max_blocks: int,
+        backend: kernels.Backend,
         workspace: kernels.Workspace,
     ) -> None:
-        self._backend = kernels.backend_of(kv[0].memory)
+        self._backend = backend
         self._model = model
         self._kv = kv
         self._block_size = block_size

@@ -77,7 +77,7 @@ class Passes:
     ) -> None:
         """`max_len` is that of the model that is drafted for."""
         self._model, self._kv, self._block_size, self._workspace = model, kv, block_size, workspace
-        self._graphs = DecodeGraphs(model, kv, block_size, -(-max_len // block_size), workspace)
+        self._graphs = DecodeGraphs(model, kv, block_size, -(-max_len // block_size), backend, workspace)
         self._can_record = backend.can_record and model.can_record
 
     def logits(self, sequences: Sequence[ScheduledSequence]) -> Tensor | None:

@@ -33,21 +33,21 @@ class ModelRunner:
         kv: Sequence[LayerCache],
         block_size: int,
         max_model_len: int,
+        backend: kernels.Backend,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         adapters: AdapterSlots | None = None,
-        backend: kernels.Backend | None = None,
         *,
         ranks: kernels.Ranks | None = None,
         passes_on: bool = False,
     ) -> None:
-        """`adapters` are those of the model, whose slots sequences may name; `backend` is that of `kv`, and must be
-        given if no layer has a cache. Of several `ranks`, the first one returns what is drawn. A stage that `passes_on`
-        hidden states computes no logits."""
+        """`backend` is that of the model and of `kv`; `adapters` are the model's, whose slots sequences may name. Of
+        several `ranks`, the first one returns what is drawn. A stage that `passes_on` hidden states computes no
+        logits."""
         self.model = model
         self._adapters = adapters
         self.kv = kv
         self.block_size = block_size
-        self._backend = backend = backend or kernels.backend_of(kv[0].memory)
+        self._backend = backend
         self._workspace = backend.workspace()
         self._records = backend.can_record and model.can_record and not model.needs_torch
         self._width = 0  # of hidden states, once there are some
@@ -62,7 +62,8 @@ class ModelRunner:
             if not kv and self._records:
                 self._texts = TextGraphs(model, read, backend, self._workspace)
         else:
-            self._graphs = DecodeGraphs(model, kv, block_size, -(-max_model_len // block_size), self._workspace)
+            max_blocks = -(-max_model_len // block_size)
+            self._graphs = DecodeGraphs(model, kv, block_size, max_blocks, backend, self._workspace)
             self._read = LogitsReader(model, self._sampler)
 
     def run(self, batch: Batch) -> StepResult:

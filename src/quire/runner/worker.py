@@ -75,9 +75,9 @@ class Worker:
             self.cache_engine.layers,
             kv_cache.block_size,
             model.max_model_len,
+            backend,
             logprobs_mode,
             self._adapters,
-            backend,
             ranks=ranks,
             passes_on=self._states is not None and self._states.passes_on,
         )

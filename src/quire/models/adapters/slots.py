@@ -1,6 +1,5 @@
 """The pass that gives a model's projections tables of adapters, and what is put there."""
 
-import dataclasses
 from collections.abc import Iterable
 
 from quire import kernels
@@ -11,7 +10,7 @@ from quire.kernels.backends.reference_backend import TorchThreads
 from quire.models.adapters.adapter import Adapter, adapter_bytes, pack, projections
 from quire.models.base import Model
 from quire.models.layers.linear import Linear
-from quire.models.weights.loader import build_model, open_weights
+from quire.models.weights.loader import unloaded_model
 
 
 class AdapterSlots:
@@ -79,6 +78,6 @@ def adapter_reserve(model: ModelConfig, config: LoRAConfig, ranks: kernels.Ranks
     """Bytes that the memory plan keeps for adapters, in one rank of `ranks`. Reads headers, no weights."""
     if config.max_bytes is not None:
         return config.max_bytes
-    empty = build_model(dataclasses.replace(model, max_model_len=1), open_weights(model), ranks)
+    empty = unloaded_model(model, ranks)
     largest = {name: config.max_lora_rank for _, names in projections(empty) for name in names}
     return config.max_loras * adapter_bytes(empty, largest)

@@ -13,7 +13,7 @@ from quire.config.kv_cache import KVCacheSpec, NoCacheSpec
 from quire.config.model import ModelConfig
 from quire.models.base import Model
 from quire.models.decoder.attention import SelfAttention
-from quire.models.decoder.layers import LAYERS, summing
+from quire.models.decoder.layers import LAYERS, position_table, summing
 from quire.models.decoder.reading import read_heads
 from quire.models.decoder.shapes import Arrangement, AttentionShape, LayerShape, MLPShape, PositionsShape
 from quire.models.encoder.relative import Distances, RelativeBias
@@ -67,23 +67,17 @@ class Encoder(Model):
         embeddings, dtype = shape.embeddings, shape.dtype
         self.embed_tokens: Embedding = Embedding(config.vocab_size, embeddings.width, dtype)
         self.embed_types = Embedding(embeddings.num_types, embeddings.width, dtype) if embeddings.num_types else None
-        positions = embeddings.positions
-        self.embed_positions = (
-            None
-            if positions is None
-            else Embedding(positions.num_rows, embeddings.width, dtype, first_row=positions.first_row)
-        )
+        self.embed_positions: Embedding | None = None
+        if embeddings.positions is not None:
+            self.embed_positions = position_table(embeddings.positions, embeddings.width, dtype)
         self.embed_norm = LayerNorm(embeddings.width, embeddings.norm)
-        self.project_in = (
-            None
-            if embeddings.width == shape.hidden_size
-            else Linear(embeddings.width, shape.hidden_size, bias=True, dtype=dtype)
-        )
-        self.relative_bias = (
-            None
-            if shape.num_buckets is None
-            else RelativeBias(shape.num_buckets, shape.layers[0].attention.num_heads, config.max_position_embeddings)
-        )
+        self.project_in: Linear | None = None
+        if embeddings.width != shape.hidden_size:
+            self.project_in = Linear(embeddings.width, shape.hidden_size, bias=True, dtype=dtype)
+        self.relative_bias: RelativeBias | None = None
+        if shape.num_buckets is not None:
+            num_heads, max_len = shape.layers[0].attention.num_heads, config.max_position_embeddings
+            self.relative_bias = RelativeBias(shape.num_buckets, num_heads, max_len)
         self.rotary = nn.ModuleList()
         self.layers = nn.ModuleList()
         has_x = False

@@ -79,7 +79,10 @@ class TransformersCausalLM(CausalLM):
         self.specs: list[KVCacheSpec] = [survey.specs[layer] for layer in range(len(survey.specs))]
         self._attention = [survey.layers[layer] for layer in range(len(survey.layers))]
         self._current = current
-        self.backbone, self.head = _split(model)
+        self.backbone: nn.Module = model.base_model
+        setattr(model, model.base_model_prefix, GivenHidden())
+        self.head = model
+        """The whole model, with the hidden states that it is given in the place of its layers'."""
 
     @classmethod
     def kv_cache_specs(cls, config: ModelConfig) -> list[KVCacheSpec]:
@@ -272,10 +275,3 @@ def _fill_buffers(model: Any) -> None:
         for name in module._non_persistent_buffers_set:
             module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
     model.initialize_weights()
-
-
-def _split(model: Any) -> tuple[nn.Module, nn.Module]:
-    """The layers, and the model with their results in their place."""
-    backbone: nn.Module = model.base_model
-    setattr(model, model.base_model_prefix, GivenHidden())
-    return backbone, model

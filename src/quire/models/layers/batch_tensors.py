@@ -54,10 +54,6 @@ class LayerCache(Protocol):
     def group(self) -> int:
         """The index of the group."""
 
-    @property
-    def memory(self) -> Tensor:
-        """A tensor of the cache, on its device."""
-
     def copy_slots(self, src_slots: Tensor, dst_slots: Tensor) -> None:
         """Copy what the layer keeps of single tokens from slots to slots, each [num_tokens] int64."""
 
@@ -73,11 +69,6 @@ class LayerKVCache:
     """[num_blocks, num_kv_heads, block_size, head_dim]"""
     group: int
 
-    @property
-    def memory(self) -> Tensor:
-        """The values."""
-        return self.v
-
     def copy_slots(self, src_slots: Tensor, dst_slots: Tensor) -> None:
         """As LayerCache."""
         kernels.copy_slots(self.k, self.v, src_slots, dst_slots)
@@ -90,11 +81,6 @@ class LayerLatents:
     rows: Tensor
     """[num_blocks, block_size, width]"""
     group: int
-
-    @property
-    def memory(self) -> Tensor:
-        """The rows."""
-        return self.rows
 
     def copy_slots(self, src_slots: Tensor, dst_slots: Tensor) -> None:
         """As LayerCache."""

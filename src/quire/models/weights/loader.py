@@ -160,6 +160,11 @@ def build_model(config: ModelConfig, checkpoint: Checkpoint, ranks: kernels.Rank
     return model
 
 
+def unloaded_model(config: ModelConfig, ranks: kernels.Ranks | None = None) -> Model:
+    """The model, or a rank's share of it, to look at: without weights, and with tables for one position."""
+    return build_model(dataclasses.replace(config, max_model_len=1), open_weights(config), ranks)
+
+
 def whole_model(config: ModelConfig, checkpoint: Checkpoint | None = None) -> Model:
     """All layers of the model, also if the config is a stage's, to look at: without weights."""
     config = dataclasses.replace(config, max_model_len=1, layers=None)
@@ -176,8 +181,7 @@ def check_weights(config: ModelConfig) -> None:
 
 def weight_bytes(config: ModelConfig) -> int:
     """Memory the weights will take, as the layers keep them. Reads headers, no weights."""
-    model = build_model(dataclasses.replace(config, max_model_len=1), open_weights(config))
-    return sum(assignment.spec.num_bytes for assignment in assignments(model))
+    return sum(assignment.spec.num_bytes for assignment in assignments(unloaded_model(config)))
 
 
 def names_in_checkpoint(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> dict[str, str]:

@@ -39,19 +39,14 @@ _Find = Callable[[str, _Tensors], StoredWeight]
 
 def choose_formats(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> None:
     """Give each layer the format that the checkpoint or the user asks for, before the layers are asked for specs."""
+    if config.quantization in QUANTIZATIONS:
+        _set_formats(model, config.quantization, Quantized)
     if config.quant_method is not None:
         PASSES[config.quant_method](model, config, checkpoint)
         _admit_biases(model, checkpoint)
-    else:
-        _quantized_while_loading(model, config, checkpoint)
     if config.head_quantization is not None:
         for head in (each for each in model.modules() if isinstance(each, LmHead | Embedding)):
             head.format = Quantized(config.head_quantization) if head.format == Packed() else head.format
-
-
-def _quantized_while_loading(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> None:
-    if config.quantization in QUANTIZATIONS:
-        _set_formats(model, config.quantization, Quantized)
 
 
 def _set_formats(model: Model, quantization: str, make: Callable[[str], WeightFormat]) -> None:
@@ -104,7 +99,6 @@ def _as_stored(make: Callable[[HFConfig], _Find], model: Model, config: ModelCon
 
     The tensors of each module say whether it is stored so, or in plain numbers.
     """
-    _quantized_while_loading(model, config, checkpoint)
     section, modules = config.hf_config.section("quantization_config"), _modules(model, checkpoint)
     assert section is not None
     find = make(section)

@@ -1,6 +1,5 @@
 """What a model's weights take: memory, and what stays in a file of which a token reads some."""
 
-import dataclasses
 import re
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from quire.models.layers.experts import Expert, ExpertProducts
 from quire.models.layers.linear import Projection
 from quire.models.layers.weight_format import Placement, SavedQuantized
 from quire.models.layers.weighted_layer import WeightedLayer
-from quire.models.weights.loader import assignments, build_model, open_weights, whole_model
+from quire.models.weights.loader import assignments, unloaded_model, whole_model
 
 _LAYER = re.compile(r"layers\.([0-9]+)\.")
 
@@ -33,14 +32,11 @@ class WeightUse:
 
 def weight_use(config: ModelConfig, ranks: kernels.Ranks | None = None) -> WeightUse:
     """Of the model, or of what a rank has of it. Reads headers, no weights."""
-    model = build_model(dataclasses.replace(config, max_model_len=1), open_weights(config), ranks)
-    num_bytes = sum(assignment.spec.num_bytes for assignment in assignments(model))
+    model = unloaded_model(config, ranks)
+    wanted = assignments(model)
+    num_bytes = sum(each.spec.num_bytes for each in wanted)
+    file_bytes = sum(each.spec.num_bytes for each in wanted if _stays_in_file(each.layer, each.name))
     expert_bytes = token_file_bytes = 0
-    file_bytes = sum(
-        assignment.spec.num_bytes
-        for assignment in assignments(model)
-        if _stays_in_file(assignment.layer, assignment.name)
-    )
     for mixture in (module for module in model.modules() if isinstance(module, ExpertProducts)):
         sizes = sorted((_matrix_bytes(each) for each in mixture.experts if isinstance(each, Expert)), reverse=True)
         expert_bytes += sum(sizes)
