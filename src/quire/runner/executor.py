@@ -24,7 +24,6 @@ class Executor(Protocol):
 
     def execute(self, batch: Batch) -> StepResult:
         """Move blocks, run the model, draw tokens. After an exception every request is as it was before the step."""
-        ...
 
     def load_adapter(self, slot: int, folder: Path, digest: str | None = None) -> None:
         """Load the LoRA adapter in a PEFT folder into a slot below max_loras, in the place of the one there.
@@ -33,15 +32,12 @@ class Executor(Protocol):
         another digest than the one given; ConfigError if there is no such slot. No sequence that names the slot may be
         in a batch meanwhile.
         """
-        ...
 
     def unload_adapter(self, slot: int) -> None:
         """Free a slot and its memory. It may be free already."""
-        ...
 
     def close(self) -> None:
         """End what the executor runs besides this process. It is not used any more."""
-        ...
 
 
 class SleepingExecutor:

@@ -68,12 +68,12 @@ def _halves(data: Tensor) -> Tensor:
     return data.contiguous().view(torch.float16).float()
 
 
-def _fields(data: Tensor, width: int, chunk: int, count: int | None = None) -> Tensor:
+def _fields(data: Tensor, width: int, chunk: int) -> Tensor:
     """The `width`-bit fields of bytes [n, b]: of each `chunk` bytes first all lowest fields, then the next higher ones.
 
-    Returns uint8 [n, b * count]; `count` is the number of fields in a byte, 8 / width unless given.
+    Returns uint8 [n, b * 8 / width].
     """
-    shifts = torch.arange(8 // width if count is None else count, dtype=torch.uint8)[:, None] * width
+    shifts = torch.arange(8 // width, dtype=torch.uint8)[:, None] * width
     fields = data.reshape(len(data), -1, 1, chunk) >> shifts & (1 << width) - 1
     return fields.flatten(1)
 

@@ -17,9 +17,8 @@ from quire import kernels
 from quire.models.decoder.attention import SelfAttention
 from quire.models.decoder.latent import LatentAttention
 from quire.models.decoder.mlp import make_mlp
-from quire.models.decoder.shapes import Arrangement, AttentionShape, LatentAttentionShape, LayerShape, PositionsShape
+from quire.models.decoder.shapes import Arrangement, AttentionShape, LatentAttentionShape, LayerShape
 from quire.models.layers.batch_tensors import BatchTensors, LayerCache
-from quire.models.layers.embedding import Embedding
 from quire.models.layers.norm import Norm, make_norm
 from quire.models.layers.rotary import RotaryEmbedding
 
@@ -36,11 +35,6 @@ def summing(norm: Norm | None, *, has_x: bool) -> Sum:
     if norm is None:
         return _add if has_x else lambda _, residual: residual
     return norm.add if has_x else lambda _, residual: norm(residual)
-
-
-def position_table(shape: PositionsShape, width: int, dtype: torch.dtype) -> Embedding:
-    """The learned table of positions."""
-    return Embedding(shape.num_rows, width, dtype, first_row=shape.first_row)
 
 
 def _add(x: Tensor, residual: Tensor) -> Tensor:

@@ -24,12 +24,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
         """x [num_tokens, hidden] -> as x."""
-        if self.down_proj.makes_activation(batch):
-            return self.down_proj.activated(self.gate_up_proj(x, batch), self.act, batch)
-        place = self.down_proj.place(x)
-        x = kernels.gated_activation(self.gate_up_proj(x, batch), self.act.kind, place)
-        out: Tensor = self.down_proj(x, batch, is_placed=place is not None)
-        return out
+        return self.down_proj.activated(self.gate_up_proj(x, batch), self.act, batch)
 
 
 class PlainMLP(nn.Module):
@@ -42,15 +37,12 @@ class PlainMLP(nn.Module):
         self.down_proj = Linear(width, hidden_size, bias=shape.down_bias, dtype=dtype, is_transposed=is_transposed)
         self.down_proj.changes = scaled_by(shape.output_multiplier)
         self.act_fn = LearnedXIELU() if shape.activation == "xielu" else None
-        self.kind = shape.activation
+        self.act = kernels.Activated(shape.activation, is_gated=False)
 
     def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
         """x [num_tokens, hidden] -> as x."""
-        kind = self.kind if self.act_fn is None else self.act_fn.kind
-        if self.down_proj.makes_activation(batch):
-            return self.down_proj.activated(self.up_proj(x, batch), kernels.Activated(kind, is_gated=False), batch)
-        out: Tensor = self.down_proj(kernels.activation(self.up_proj(x, batch), kind), batch)
-        return out
+        act = self.act if self.act_fn is None else kernels.Activated(self.act_fn.kind, is_gated=False)
+        return self.down_proj.activated(self.up_proj(x, batch), act, batch)
 
 
 def make_mlp(shape: MLPShape | ExpertsShape, hidden_size: int, dtype: torch.dtype) -> nn.Module:

@@ -15,7 +15,7 @@ from quire.config.hf_config import HFConfig
 from quire.config.kv_cache import KVCacheSpec, NoCacheSpec
 from quire.config.model import ModelConfig, rope_config
 from quire.models.base import CausalLM
-from quire.models.decoder.layers import LAYERS, DecoderLayer, position_table, summing
+from quire.models.decoder.layers import LAYERS, DecoderLayer, summing
 from quire.models.decoder.reading import Setting, check_experts, read_heads, read_setting, read_window
 from quire.models.decoder.shapes import (
     Arrangement,
@@ -173,7 +173,8 @@ class Decoder(CausalLM):
             self.project_in = Linear(shape.embed_width, shape.hidden_size, bias=False, dtype=shape.dtype)
             steps.append(self.project_in)
         if shape.positions is not None:
-            self.embed_positions = position_table(shape.positions, shape.hidden_size, shape.dtype)
+            rows, first = shape.positions.num_rows, shape.positions.first_row
+            self.embed_positions = Embedding(rows, shape.hidden_size, shape.dtype, first_row=first)
             steps.append(self._add_positions)
         if shape.embed_norm is not None:
             self.embed_norm = make_norm(shape.hidden_size, shape.embed_norm)

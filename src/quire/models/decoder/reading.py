@@ -50,6 +50,11 @@ def read_cap(hf: HFConfig, key: str, default: float | None) -> float | None:
     return None if cap is None else hf.number(key, cap)
 
 
+def read_section(hf: HFConfig, key: str) -> HFConfig:
+    """An object inside the config, empty where the key is absent or null."""
+    return hf.section(key) or HFConfig({}, f"{hf.source}: {key}")
+
+
 def read_clip(hf: HFConfig) -> float | None:
     """The largest magnitude of queries, keys and values; None if there is none."""
     return None if hf.get("clip_qkv") is None else hf.number("clip_qkv")

@@ -13,7 +13,7 @@ from quire.config.kv_cache import KVCacheSpec, NoCacheSpec
 from quire.config.model import ModelConfig
 from quire.models.base import Model
 from quire.models.decoder.attention import SelfAttention
-from quire.models.decoder.layers import LAYERS, position_table, summing
+from quire.models.decoder.layers import LAYERS, summing
 from quire.models.decoder.reading import read_heads
 from quire.models.decoder.shapes import Arrangement, AttentionShape, LayerShape, MLPShape, PositionsShape
 from quire.models.encoder.relative import Distances, RelativeBias
@@ -68,8 +68,8 @@ class Encoder(Model):
         self.embed_tokens: Embedding = Embedding(config.vocab_size, embeddings.width, dtype)
         self.embed_types = Embedding(embeddings.num_types, embeddings.width, dtype) if embeddings.num_types else None
         self.embed_positions: Embedding | None = None
-        if embeddings.positions is not None:
-            self.embed_positions = position_table(embeddings.positions, embeddings.width, dtype)
+        if (positions := embeddings.positions) is not None:
+            self.embed_positions = Embedding(positions.num_rows, embeddings.width, dtype, first_row=positions.first_row)
         self.embed_norm = LayerNorm(embeddings.width, embeddings.norm)
         self.project_in: Linear | None = None
         if embeddings.width != shape.hidden_size:

@@ -43,7 +43,6 @@ class Step(Protocol):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         """query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, ...] -> as query, with the
         head size of value."""
-        ...
 
 
 def attention(

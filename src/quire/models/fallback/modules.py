@@ -89,11 +89,8 @@ class InnerMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden], one row for each token of the batch -> as x."""
         batch = self._current.batch
-        wide = self.gate_up(x.reshape(-1, x.shape[-1]), batch)  # [num_tokens, 2 * width]
-        if self.down.makes_activation(batch):
-            out = self.down.activated(wide, self._activated, batch)
-        else:
-            out = self.down(kernels.gated_activation(wide, self._activated.kind), batch)
+        rows = x.reshape(-1, x.shape[-1])
+        out = self.down.activated(self.gate_up(rows, batch), self._activated, batch)
         return out.view(*x.shape[:-1], -1)
 
 

@@ -108,35 +108,39 @@ class Linear(Projection):
     gather_in: kernels.Gather | None = None
     gather_out: kernels.Gather | None = None
 
-    def forward(self, x: Tensor, batch: BatchTensors, *, is_placed: bool = False) -> Tensor:
-        """x [num_tokens, in_features] -> [num_tokens, sum(out_features)]; row i is of the batch's token i. `is_placed`:
-        x was written to the `place`."""
+    def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
+        """x [num_tokens, in_features] -> [num_tokens, sum(out_features)]; row i is of the batch's token i."""
         if self.gather_in is not None:
-            x = self.gather_in.placed(len(x), x.dtype) if is_placed else self.gather_in(x)
-        out = self.product(x, batch)
+            x = self.gather_in(x)
+        out = self._product(x, batch)
         return out if self.gather_out is None else self.gather_out(out)
-
-    def makes_activation(self, batch: BatchTensors) -> bool:
-        """Whether the product makes an activation of each row by itself (`activated`). Ranks and adapters need what it
-        makes in memory, and then the activation's own x should be given back before the product."""
-        is_alone = self.gather_in is None and (self.adapters is None or batch.adapters is None)
-        return is_alone and isinstance(self.weight, kernels.QuantizedWeight)
 
     def activated(self, x: Tensor, activated: kernels.Activated, batch: BatchTensors) -> Tensor:
-        """As `forward` of what an activation makes of x, [num_tokens, in_features] or, if it is gated, twice as wide,
-        where the product makes it."""
-        out = self.product(x, batch, activated)
+        """As `forward` of what an activation makes of x, [num_tokens, in_features] or, if it is gated, twice as wide.
+
+        The product by a quantized matrix makes it of each row by itself. Ranks and adapters need it in memory; then x,
+        to which the caller keeps no reference, is freed before the product.
+        """
+        is_alone = self.gather_in is None and (self.adapters is None or batch.adapters is None)
+        if is_alone and isinstance(self.weight, kernels.QuantizedWeight):
+            out = self._product(x, batch, activated)
+        else:
+            place = None
+            if not activated.is_gated:
+                x = kernels.activation(x, activated.kind)
+            else:
+                if self.gather_in is not None:  # the product reads the place before ranks gather its results: no wait
+                    place = self.gather_in.place(len(x), x.dtype, waits=False)
+                x = kernels.gated_activation(x, activated.kind, place)
+            if self.gather_in is not None:
+                x = self.gather_in(x) if place is None else self.gather_in.placed(len(x), x.dtype)
+            out = self._product(x, batch)
         return out if self.gather_out is None else self.gather_out(out)
 
-    def place(self, x: Tensor) -> Tensor | None:
-        """Where ranks may write the x of `forward`, of as many rows as this x, without a copy. What is there is read by
-        the product, and then the ranks gather that, so they need not wait."""
-        return None if self.gather_in is None else self.gather_in.place(len(x), x.dtype, waits=False)
-
-    def product(self, x: Tensor, batch: BatchTensors, activated: kernels.Activated | None = None) -> Tensor:
+    def _product(self, x: Tensor, batch: BatchTensors, activated: kernels.Activated | None = None) -> Tensor:
         """The columns that this rank has, [num_tokens, n], of the whole x, or of what an activation makes of it."""
         if activated is not None:
-            assert isinstance(self.weight, kernels.QuantizedWeight), "makes_activation"
+            assert isinstance(self.weight, kernels.QuantizedWeight)
             out = kernels.activated_matmul(x, activated, self.weight, self.bias)
         else:
             out = kernels.matmul(x, self.weight, self.bias)

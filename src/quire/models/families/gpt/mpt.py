@@ -6,7 +6,7 @@ from typing import ClassVar
 from quire.common.errors import UnsupportedModelError
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.reading import alibi_slopes, read_clip
+from quire.models.decoder.reading import alibi_slopes, read_clip, read_section
 from quire.models.decoder.shapes import AttentionShape, MLPShape, QKVLayout
 from quire.models.layers.norm import NormShape
 
@@ -37,7 +37,7 @@ class MptForCausalLM(Decoder):
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
         attention = super().attention_shape(hf, layer)
-        options = hf.section("attn_config") or HFConfig({}, f"{hf.source}: attn_config")
+        options = read_section(hf, "attn_config")
         for key in ("qk_ln", "prefix_lm", "attn_uses_sequence_id", "rope"):
             if options.get(key):
                 raise UnsupportedModelError(f"{options.source}: {key!r} is {options[key]!r}, which is not supported")

@@ -7,7 +7,7 @@ from quire.common.errors import UnsupportedModelError
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.reading import read_clip, read_routing
+from quire.models.decoder.reading import read_clip, read_routing, read_section
 from quire.models.decoder.shapes import AttentionShape, QKVLayout
 from quire.models.families.gpt.mpt import MptForCausalLM
 from quire.models.layers.activation import activation_kind
@@ -30,7 +30,7 @@ class DbrxForCausalLM(Decoder):
 
     @classmethod
     def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
-        num_experts = _section(config.hf_config, "ffn_config").size("moe_num_experts", 4)
+        num_experts = read_section(config.hf_config, "ffn_config").size("moe_num_experts", 4)
         return tuple(
             Stack(
                 rf"\.experts\.mlp\.{name}$", (f".experts.mlp.{{}}.{module}.weight",), False, name == "w2", num_experts
@@ -40,7 +40,7 @@ class DbrxForCausalLM(Decoder):
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        options = _section(hf, "attn_config")
+        options = read_section(hf, "attn_config")
         values = {"num_key_value_heads": options.size("kv_n_heads", 1)}
         if options.get("rope_theta") is not None:
             values["rope_theta"] = options["rope_theta"]
@@ -48,19 +48,15 @@ class DbrxForCausalLM(Decoder):
 
     @classmethod
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:
-        options = _section(hf, "ffn_config")
+        options = read_section(hf, "ffn_config")
         if options.get("moe_normalize_expert_weights", 1.0) not in (None, 1.0):
             raise UnsupportedModelError(f"{options.source}: moe_normalize_expert_weights must be 1 or null")
         is_normalized = options.get("moe_normalize_expert_weights", 1.0) is not None
         num_experts, top_k = options.size("moe_num_experts", 4), options.size("moe_top_k", 1)
-        kind = activation_kind(_section(options, "ffn_act_fn"), "name", "silu")
+        kind = activation_kind(read_section(options, "ffn_act_fn"), "name", "silu")
         routing = read_routing(options, num_experts, top_k, is_normalized=is_normalized)
         return ExpertsShape(routing, options.size("ffn_hidden_size", 3584), kind)
 
     @classmethod
     def norm_shape(cls, hf: HFConfig) -> NormShape:
         return NormShape(1e-5, is_rms=False)
-
-
-def _section(hf: HFConfig, key: str) -> HFConfig:
-    return hf.section(key) or HFConfig({}, f"{hf.source}: {key}")
