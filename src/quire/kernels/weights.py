@@ -133,36 +133,17 @@ class PlacedIntegers:
         return is_whole and int(first) + int(left) >= 0 and int(last) + int(right) + self.bits <= 8 * self.data.nbytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class StackedWeight:
     """Weights [n_i, k] of different formats, one below the other: a weight [sum of n_i, k]."""
 
-    parts: tuple[PackedWeight | QuantizedWeight, ...]
-
-    def __post_init__(self) -> None:
-        if len({(part.k, part.dtype, part.data.device) for part in self.parts}) != 1:
-            given = [(part.n, part.k, part.dtype, part.data.device) for part in self.parts]
+    def __init__(self, parts: tuple[PackedWeight | QuantizedWeight, ...]) -> None:
+        if len({(part.k, part.dtype, part.data.device) for part in parts}) != 1:
+            given = [(part.n, part.k, part.dtype, part.data.device) for part in parts]
             raise refusal("StackedWeight", "parts [n, k], at least one, of one k, dtype and device", parts=given)
-
-    @property
-    def n(self) -> int:
-        """Rows of all parts."""
-        return sum(part.n for part in self.parts)
-
-    @property
-    def k(self) -> int:
-        """Columns."""
-        return self.parts[0].k
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the rows that the weight is multiplied with."""
-        return self.parts[0].dtype
-
-    @property
-    def data(self) -> Tensor:
+        self.parts, self.n = parts, sum(part.n for part in parts)
+        self.k, self.dtype = parts[0].k, parts[0].dtype
+        self.data = parts[0].data
         """What the first part keeps; all parts are on its device."""
-        return self.parts[0].data
 
     @property
     def nbytes(self) -> int:

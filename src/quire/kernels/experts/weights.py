@@ -100,7 +100,7 @@ class ExpertWeights:
     def __init__(self, matrices: Sequence[Matrix], biases: Sequence[Tensor] | None = None) -> None:
         self.experts = [each.parts if isinstance(each, StackedWeight) else (each,) for each in matrices]
         """The parts of each."""
-        self.biases = biases
+        self.num_experts, self.biases = len(self.experts), biases
         forms = [(tuple(part.n for part in parts), parts[0].k, parts[0].dtype) for parts in self.experts]
         devices = {part.data.device for parts in self.experts for part in parts}
         if len(set(forms)) != 1 or len(devices) != 1:
@@ -124,11 +124,6 @@ class ExpertWeights:
             for of_experts in zip(*self.experts, strict=True)
         ]
         """The formats and scale ranges in each part; None for packed matrices."""
-
-    @property
-    def num_experts(self) -> int:
-        """How many matrices there are."""
-        return len(self.experts)
 
     def bias(self, expert: int, part: int) -> Tensor | None:
         """The bias of a part of an expert's matrix, [rows of the part]."""

@@ -67,11 +67,13 @@ class DecoderLayer(nn.Module, ABC):
         self.mlp = make_mlp(shape.mlp, hidden_size, dtype)
         output_norm = shape.output_norm or shape.norm
         make, make_of_output = (partial(make_norm, hidden_size, norm) for norm in (shape.norm, output_norm))
-        self._make_norms(make, make_of_output, has_x)
+        self._make_norms(make, make_of_output)
+        self.enter = summing(getattr(self, "input_layernorm", None), has_x=has_x)
+        """From x and residual to what attention reads first."""
 
     @abstractmethod
-    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
-        """Set the attributes that `forward` uses besides those two, whose norms `make_of_output` makes."""
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm) -> None:
+        """Make the norms that `forward` uses, those of what attention and MLP give by `make_of_output`."""
 
     @abstractmethod
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
@@ -81,9 +83,8 @@ class DecoderLayer(nn.Module, ABC):
 class PreNormLayer(DecoderLayer):
     """Norms before attention and MLP."""
 
-    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm) -> None:
         self.input_layernorm, self.post_attention_layernorm = make(), make()
-        self.enter = summing(self.input_layernorm, has_x=has_x)
 
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         x = self.self_attn(self.enter(x, residual), batch, kv)
@@ -94,9 +95,8 @@ class PreNormLayer(DecoderLayer):
 class PreNormOfMLPLayer(PreNormLayer):
     """A norm before the MLP alone."""
 
-    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm) -> None:
         self.post_attention_layernorm = make()
-        self.enter = summing(None, has_x=has_x)
 
 
 class ResidualAfterNormLayer(PreNormLayer):
@@ -113,7 +113,7 @@ class PostNormLayer(DecoderLayer):
 
     returns_x = False
 
-    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm) -> None:
         self.input_layernorm, self.post_attention_layernorm = make(), make()
 
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
@@ -124,9 +124,8 @@ class PostNormLayer(DecoderLayer):
 class OutputNormLayer(DecoderLayer):
     """Norms of what attention and MLP give, before it is summed."""
 
-    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm) -> None:
         self.post_attention_layernorm, self.post_feedforward_layernorm = make_of_output(), make_of_output()
-        self.enter = summing(None, has_x=has_x)
 
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         kernels.add(self.post_attention_layernorm(self.self_attn(self.enter(x, residual), batch, kv)), residual)
@@ -136,10 +135,9 @@ class OutputNormLayer(DecoderLayer):
 class SandwichLayer(DecoderLayer):
     """Norms before attention and MLP, and of what they give before it is summed."""
 
-    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm) -> None:
         self.input_layernorm, self.post_attention_layernorm = make(), make_of_output()
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = make(), make_of_output()
-        self.enter = summing(self.input_layernorm, has_x=has_x)
 
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         x = self.post_attention_layernorm(self.self_attn(self.enter(x, residual), batch, kv))
@@ -150,9 +148,8 @@ class SandwichLayer(DecoderLayer):
 class ParallelLayer(DecoderLayer):
     """One norm, which both attention and MLP read."""
 
-    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm) -> None:
         self.input_layernorm = make()
-        self.enter = summing(self.input_layernorm, has_x=has_x)
 
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         normed = self.enter(x, residual)
@@ -163,9 +160,8 @@ class ParallelLayer(DecoderLayer):
 class ParallelTwoNormsLayer(DecoderLayer):
     """Attention and MLP read the same residual, each through its own norm."""
 
-    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm) -> None:
         self.input_layernorm, self.post_attention_layernorm = make(), make()
-        self.enter = summing(self.input_layernorm, has_x=has_x)
 
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         attended = self.self_attn(self.enter(x, residual), batch, kv)

@@ -154,8 +154,8 @@ class TokenAndStateLayer(PreNormLayer):
     adds_to_norm: bool
     """Whether what attention gives is added to the norm of the residual, and not to the residual."""
 
-    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
-        super()._make_norms(make, make_of_output, has_x)
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm) -> None:
+        super()._make_norms(make, make_of_output)
         self.hidden_norm = make()
 
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
