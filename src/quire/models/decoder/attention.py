@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,14 @@ from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 HeadStep = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """From query, key, value [num_tokens, num_heads, head_dim] and positions [num_tokens] to query and key. It may write to
 all that it gets."""
+
+
+class Heads(Protocol):
+    """From heads side by side and positions to queries, keys and values."""
+
+    num_heads: tuple[int, int, int]
+
+    def __call__(self, heads: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class SelfAttention(nn.Module):
@@ -48,13 +57,13 @@ class SelfAttention(nn.Module):
         self.o_proj = Linear(sizes[0], hidden_size, bias=shape.o_bias, dtype=dtype, is_transposed=is_transposed)
         self.o_proj.changes = scaled_by(shape.output_multiplier)
         self.shape, self.attn = shape, _attention(shape)
-        self._heads = self._make_heads(shape, num_heads, rotary)
+        self._heads: Heads = self._make_heads(shape, num_heads, rotary)
 
     def _make_heads(
         self, shape: AttentionShape, num_heads: tuple[int, int, int], rotary: RotaryEmbedding | None
-    ) -> "Heads":
+    ) -> "RotatedHeads | SteppedHeads":
         if rotary is not None and rotary.is_uniform and shape.head_norm is None:
-            return Heads(num_heads, (), rotary)
+            return RotatedHeads(num_heads, rotary)
         steps: list[HeadStep] = [] if rotary is None else [partial(_rotate, rotary)]
         if shape.head_norm is not None:
             self.q_norm = _head_norm(shape.head_norm, shape.num_heads, shape.head_dim)
@@ -62,7 +71,7 @@ class SelfAttention(nn.Module):
             after = [] if shape.clip is None else [partial(_clip, shape.clip)]
             at = len(steps) if shape.head_norm.after_rope else 0
             steps[at:at] = [self._norm_pair, *after]
-        return Heads(num_heads, tuple(steps))
+        return SteppedHeads(num_heads, tuple(steps))
 
     def forward(self, x: Tensor, batch: BatchTensors, kv: LayerKVCache) -> Tensor:
         """x [num_tokens, hidden] -> as x; writes keys and values of the tokens into `kv`."""
@@ -82,7 +91,7 @@ class SelfAttention(nn.Module):
         Projections are the caller's."""
         counts = tuple(end - start for start, end in (queries, keys, keys))
         if self.mixes_heads:
-            self._heads.own = slice(*queries), slice(*keys)
+            self._heads = OwnHeads(self._heads, queries, keys)
         else:
             self._heads.num_heads = counts[0], counts[1], counts[2]
         if self.attn.variant.slopes is not None:
@@ -104,29 +113,47 @@ def _clip(limit: float, query: Tensor, key: Tensor, value: Tensor, _: Tensor) ->
     return query, key
 
 
-class Heads:
-    """Splits heads into queries, keys and values, and takes them through steps."""
+class RotatedHeads:
+    """Splits heads into queries, keys and values, of which the first two are rotated in one call: they lie side by
+    side."""
 
-    def __init__(
-        self, num_heads: tuple[int, int, int], steps: tuple[HeadStep, ...], rotary: RotaryEmbedding | None = None
-    ) -> None:
-        """`rotary`: rotates queries and keys in one call before they are split, since they lie side by side."""
+    def __init__(self, num_heads: tuple[int, int, int], rotary: RotaryEmbedding) -> None:
         self.num_heads = num_heads
-        self._steps, self._rotary = steps, rotary
-        self.own: tuple[slice, slice] | None = None
-        """The queries and keys that this rank attends with, where it has made all. None: those that it has made."""
+        self._rotary = rotary
 
     def __call__(self, heads: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """heads [num_tokens, all heads, head_dim] -> query, key, value [num_tokens, own heads, head_dim]."""
-        if self._rotary is not None:
-            self._rotary(positions, heads[:, : -self.num_heads[2]])
+        """heads [num_tokens, all heads, head_dim] -> query, key, value [num_tokens, their heads, head_dim]."""
+        self._rotary(positions, heads[:, : -self.num_heads[2]])
+        query, key, value = heads.split_with_sizes(self.num_heads, dim=1)
+        return query, key, value
+
+
+class SteppedHeads:
+    """Splits heads into queries, keys and values, and takes them through steps."""
+
+    def __init__(self, num_heads: tuple[int, int, int], steps: tuple[HeadStep, ...]) -> None:
+        self.num_heads = num_heads
+        self._steps = steps
+
+    def __call__(self, heads: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """heads [num_tokens, all heads, head_dim] -> query, key, value [num_tokens, their heads, head_dim]."""
         query, key, value = heads.split_with_sizes(self.num_heads, dim=1)
         for step in self._steps:
             query, key = step(query, key, value, positions)
-        if self.own is None:
-            return query, key, value
-        queries, keys = self.own
-        return query[:, queries], key[:, keys], value[:, keys]
+        return query, key, value
+
+
+class OwnHeads:
+    """Some of the heads that are made of all."""
+
+    def __init__(self, all_heads: "Heads", queries: Range, keys: Range) -> None:
+        self._all_heads, self._queries, self._keys = all_heads, slice(*queries), slice(*keys)
+        self.num_heads = all_heads.num_heads
+
+    def __call__(self, heads: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """heads [num_tokens, all heads, head_dim] -> query, key, value [num_tokens, own heads, head_dim]."""
+        query, key, value = self._all_heads(heads, positions)
+        return query[:, self._queries], key[:, self._keys], value[:, self._keys]
 
 
 class ProjectionNorm(RMSNorm):
