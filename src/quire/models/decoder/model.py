@@ -95,19 +95,25 @@ class Decoder(CausalLM):
     default_mlp_ratio: ClassVar[int | None] = None
     """The width of the MLP divided by hidden_size, in a config without `intermediate_size`. None: it must be there."""
     has_gated_mlp: ClassVar[bool] = True
+    """Whether the MLP multiplies by a gate."""
     has_stacked_mlp: ClassVar[bool] = False
     """Whether the checkpoint has gate and up in one tensor."""
     mlp_bias: ClassVar[Setting] = False
+    """Whether all projections of the MLP have biases."""
     qkv_bias: ClassVar[Setting] = False
+    """Whether the projections to queries, keys and values have biases."""
     o_bias: ClassVar[Setting] = False
+    """Whether the projection of what attention gives has one."""
     head_bias: ClassVar[Setting] = False
-    """Of the language model head."""
+    """Whether the language model head has one."""
     qkv_layout: ClassVar[QKVLayout] = QKVLayout.APART
+    """How the checkpoint stores the projections to queries, keys and values."""
     is_transposed: ClassVar[Setting] = False
     """Whether the checkpoint has the matrices of attention and MLP as [in, out]."""
     has_head_norm: ClassVar[Setting] = False
     """Whether queries and keys have norms, like those over the hidden size."""
     head_norm_span: ClassVar[Span] = Span.HEAD
+    """What these norms are taken over."""
     norms_rotated_heads: ClassVar[bool] = False
     """Whether heads are rotated before their norms."""
     has_window: ClassVar[bool] = False
