@@ -144,6 +144,7 @@ class MemoryPlan:
             capacity = f"in {self.kv_cache_dtype}; a sequence holds at most {most}, however long it is"
         available, limit = format_bytes(self.machine.available_bytes), format_bytes(self.machine.limit_bytes)
         blocks = f"{cache.num_blocks} blocks of {cache.block_size}"
+        swap = {"swap space": f"{format_bytes(cache.host_bytes)} = {cache.num_host_blocks} blocks"}
         rows = {
             "model": f"{model.model} ({', '.join(kinds)})",
             "memory": f"{available} of {limit} free",
@@ -153,16 +154,11 @@ class MemoryPlan:
             **self._adapter_row(),
             "activations": f"{format_bytes(self.activation_bytes)} at most",
             "KV cache": f"{format_bytes(cache.total_bytes)} = {blocks}, {capacity}",
+            **(swap if cache.num_host_blocks else {}),
             "context": f"{self.max_model_len} tokens, {self.max_concurrency:.1f} such sequences at once",
         }
         if cache.keeps_nothing:
             rows |= {"KV cache": "none: texts run whole", "context": f"{self.max_model_len} tokens"}
-        if cache.num_host_blocks:
-            context = rows.pop("context")
-            rows |= {
-                "swap space": f"{format_bytes(cache.host_bytes)} = {cache.num_host_blocks} blocks",
-                "context": context,
-            }
         if stages := self.config.parallel.stages:
             layers = ", ".join(f"{first} to {end - 1}" for first, end in stages)
             of_last = "; this machine has the last" if len(self.config.parallel.own_stages) < len(stages) else ""

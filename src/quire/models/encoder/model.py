@@ -188,20 +188,16 @@ class Encoder(Model):
         return self._sum(x, residual)
 
     def _embed(self, batch: BatchTensors) -> Tensor:
-        tables: list[tuple[Tensor, Tensor | None]] = [_rows(batch, self.embed_tokens)]
+        words = (_table(self.embed_tokens), batch.token_ids)
+        if (given := batch.embeddings) is not None:
+            words = (given, torch.arange(len(given), device=given.device))
+        tables: list[tuple[Tensor, Tensor | None]] = [words]
         if self.embed_types is not None:
             tables.append((_table(self.embed_types), batch.token_type_ids))
         if self.embed_positions is not None:
             tables.append((_table(self.embed_positions), batch.positions))
         hidden = kernels.embedding_norm(tables, self.embed_norm.weight, self.embed_norm.bias, self.embed_norm.eps)
         return hidden if self.project_in is None else self.project_in(hidden, batch)
-
-
-def _rows(batch: BatchTensors, words: Embedding) -> tuple[Tensor, Tensor | None]:
-    """A table, and for each token its row."""
-    if batch.embeddings is None:
-        return _table(words), batch.token_ids
-    return batch.embeddings, torch.arange(len(batch.embeddings), device=batch.embeddings.device)
 
 
 def _table(embedding: Embedding) -> Tensor:
