@@ -271,7 +271,7 @@ def page_server(cache: SyntheticCache, frames_per_s: float = 30) -> Iterator[str
     llm: Any = SyntheticLLM(cache, frames_per_s)
     args = ServerArgs()
     state = ServerState(models=ModelPool.of(llm, ("synthetic",), args), args=args)
-    state.shows_tokens = True
+    state.shows_tokens = lambda: True
     http = uvicorn.Server(uvicorn.Config(make_app(state), port=0, lifespan="off", log_config=None, ws="none"))
     thread = threading.Thread(target=lambda: asyncio.run(http.serve()))
     thread.start()
