@@ -1,5 +1,6 @@
 """A request in whose work something fails ends alone; no other loses a token or a block, and none fails for another."""
 
+import signal
 from collections.abc import Callable
 
 import numpy as np
@@ -284,13 +285,14 @@ def test_committed_tokens_are_emitted_though_the_step_fails_afterwards():
     check_nothing_is_held(engine)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_request_that_has_ended_in_an_interrupted_step_is_returned_once_and_its_id_is_free(monkeypatch):
     engine = make_engine()
     add(engine, "a", [3] * 3, max_tokens=1)
 
     def interrupt(**_):
         monkeypatch.undo()
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(engine._isolator, "succeeded", interrupt)  # the tokens are committed, and not returned yet
     with pytest.raises(KeyboardInterrupt):

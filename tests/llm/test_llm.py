@@ -22,7 +22,7 @@ from quire.common.errors import (
     RequestError,
     TokenizerError,
 )
-from quire.interfaces.interrupts import interrupt_deferred
+from quire.engine.step.interrupts import interrupt_deferred
 from tests.scripted_engine import RecitingExecutor, recital, scripted_llm
 
 GREEDY = SamplingParams(temperature=0, max_tokens=50)

@@ -3,93 +3,61 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 
+from msgspec.structs import replace
+
 from quire.common.batch import Batch, StepResult
-from quire.common.errors import ConfigError, EngineBrokenError, RequestError, TokenizerError, failure, failures_named
+from quire.common.errors import EngineBrokenError, RequestError, TokenizerError, failure, failures_named
 from quire.common.faults import fault_point
-from quire.common.log import logger, show_messages
-from quire.common.lora import LoRARequest
+from quire.common.log import logger
 from quire.common.memory import give_back_memory
-from quire.common.outputs import EngineStats, RequestOutput
+from quire.common.outputs import RequestOutput
 from quire.common.params import BeamSearchParams, PoolingParams, SamplingParams
-from quire.common.params.checks import check_request_id
-from quire.config.args import EngineArgs
-from quire.engine.adapters import AdapterTable, AnyAdapter
-from quire.engine.drafting.drafting import make_drafting
-from quire.engine.metrics import EngineMetrics, Metric
+from quire.common.params.checks import check_number, check_request_id
+from quire.engine.adapters import AnyAdapter
+from quire.engine.engine_parts import EngineParts
 from quire.engine.process.messages import Progress
-from quire.engine.requests.grammar_queue import GrammarQueue
-from quire.engine.requests.input_processor import InputProcessor, Prompt
+from quire.engine.requests.input_processor import Prompt
 from quire.engine.requests.new_group import new_group, new_scoring_group
-from quire.engine.requests.recommended import recommended_params, tokenizer_of
 from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
-from quire.engine.routing.replicas import check_one_engine
-from quire.engine.scheduling.loaded_adapters import LoadedAdapters
-from quire.engine.scheduling.scheduler import Scheduler
-from quire.engine.stats import engine_stats
-from quire.engine.step.commit import Committer
 from quire.engine.step.containment import MAX_CONSECUTIVE_FAILURES, Accounting, FailureIsolator
 from quire.engine.step.in_flight import StepsInFlight
-from quire.kv.no_blocks import make_block_manager
-from quire.kv.prefix_cache.pins import PinnedPrefix
+from quire.engine.step.interrupts import interrupt_deferred
 from quire.runner.executor import Executor, SleepingExecutor, make_executor
-from quire.runner.memory_plan import MemoryPlan, plan_memory
-from quire.text.grammar.compiler import GrammarCompiler
-from quire.text.tokenizer.callable_tokenizer import CallableTokenizer
+from quire.runner.memory_plan import MemoryPlan
 from quire.text.tokenizer.tokenizer import Tokenizer
 
 _GRAMMAR_WAIT_S = 0.05
-_COPY_BYTES_PER_S = 5e9  # a cautious estimate of how fast all threads together copy blocks between the tiers
 
 
-class LLMEngine:
+class LLMEngine(EngineParts):
     """Runs many requests at once, step by step. Not thread-safe: one thread calls it.
 
     A wrong request is refused by `add_request` and touches nothing else. A failure in a request's own work ends that
     request, which comes back with its `error`. Where a step fails and the cause is unknown, it is tried again, if need
     be with fewer requests (see FailureIsolator). The tokens of other requests do not change. An EngineBrokenError is
-    the end of the engine. After an interrupt no request has advanced, and the step can be tried again.
+    the end of the engine.
+
+    Ctrl-C waits for the end of the step; what the step would have returned, the next one returns. Whatever else
+    interrupts a step, such as a second Ctrl-C, breaks the engine.
     """
 
     def __init__(self, plan: MemoryPlan, executor: Executor, tokenizer: Tokenizer) -> None:
-        self.plan, self.config, self.model_config = plan, (config := plan.config), plan.config.model
-        self.executor, self.pooler = executor, executor.pooler
-        """The pooler says what the model can make of texts; None if it generates."""
-        self.blocks = make_block_manager(plan.kv_cache, config.cache)
-        block_copy_s, drafting = plan.kv_cache.block_bytes / _COPY_BYTES_PER_S, make_drafting(config)
-        slots = self._slots = LoadedAdapters(config.lora, executor)
-        self.adapters = AdapterTable(config.model, config.lora, on_change=slots.keep_only)
-        """The LoRA adapters that requests may name."""
-        self.scheduler = Scheduler(config.scheduler, self.blocks, time.monotonic, block_copy_s, slots, drafting)
-        self.requests = self.scheduler.requests
-        self.committer = Committer(self.requests, max_model_len=config.model.max_model_len, drafting=drafting)
-        self._use_tokenizer(tokenizer)
-        self._metrics = EngineMetrics(config.model.model) if config.measures_requests else None
+        super().__init__(plan, executor, tokenizer)
         self._groups: dict[str, SequenceGroup] = {}
         self.in_use = threading.Lock()
         """Held by the call that steps it to the end of its requests."""
+        self._is_stepping = False  # or a step was interrupted, and its end not reached
         self._is_planning = False  # the scheduler is at work, or has raised
         self._changed: list[SequenceGroup] = []  # by steps, and not returned yet
+        self._outputs: list[RequestOutput] = []  # of steps at whose end Ctrl-C was noticed, and not returned yet
         self._isolator, self._accounting = FailureIsolator(), Accounting()
-        self._in_flight = StepsInFlight(self.requests, executor)
-
-    @classmethod
-    def from_args(cls, args: EngineArgs) -> LLMEngine:
-        """Plan the memory, print the plan, load all. Raises ConfigError, CheckpointError or OutOfMemoryError."""
-        check_one_engine(args)
-        show_messages()
-        logger.info("%s", plan := plan_memory(args))
-        tokenizer = tokenizer_of(plan.config.model)
-        engine = cls(plan, make_executor(plan.config, plan.kv_cache), tokenizer)
-        for request in args.lora_requests():
-            engine.adapters.add(request)
-        return engine
-
-    from_engine_args = from_args  # vLLM's name
+        self._in_flight = StepsInFlight(self.requests, self.executor)
 
     def add_request(
         self,
@@ -100,11 +68,15 @@ class LLMEngine:
         arrival_time: float | None = None,
         progress: Progress | None = None,
         lora_request: AnyAdapter = None,
+        priority: int | None = None,
     ) -> None:
         """Queue a request, or continue one with the `progress` it made in another engine. Raises a RequestError, and
-        queues nothing, if it can never run. `lora_request` names an adapter, which is added if it is new."""
+        queues nothing, if it can never run. `arrival_time` is in seconds of time.monotonic. `lora_request` names an
+        adapter, which is added if it is new. `priority` replaces that of the parameters."""
         self._check_request_id(request_id)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        check_number("arrival_time", arrival_time, -math.inf, math.inf, "a finite number of seconds")
+        params = params if priority is None else replace(params, priority=priority)
         try:
             adapter = None if lora_request is None else self.adapters.of_request(lora_request)
             request = self.inputs.request(request_id, prompt, params, arrival_time, adapter)
@@ -128,29 +100,36 @@ class LLMEngine:
             self._add(new_scoring_group(request, self.requests.new_seq_id()))
 
     def _check_request_id(self, request_id: str) -> None:
-        if self.is_sleeping:
+        if self.is_sleeping():
             raise RequestError("the engine sleeps: call wake_up() first")
         check_request_id(request_id)
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request; choose another")
 
     def _add(self, group: SequenceGroup) -> None:
-        (self.requests if group.params.structured_outputs is None else self.grammars).add(group)
-        self._groups[group.request_id] = group
-        self._slots.use(group)
+        with interrupt_deferred():
+            (self.requests if group.params.structured_outputs is None else self.grammars).add(group)
+            self._groups[group.request_id] = group
+            self._slots.use(group)
 
     def step(self) -> list[RequestOutput]:
         """Schedule, execute, commit. Returns the requests that got a token or finished, as their output_kind says.
         Raises EngineBrokenError once the engine is broken and every request has been returned."""
-        changed = self._contained_step()
-        outputs = [output for group in changed if (output := self._output(group)) is not None]
-        self._measure(changed)  # also what has failed only now
-        return outputs
+        with interrupt_deferred():
+            changed = self._contained_step()
+            self._outputs += [output for group in changed if (output := self._output(group)) is not None]
+            self._measure(changed)  # also what has failed only now
+            self._is_stepping = False
+        try:
+            return self._outputs
+        finally:
+            self._outputs = []  # no interrupt comes between the two
 
     def advance(self) -> list[SequenceGroup]:
         """As `step`, for a caller that makes its own outputs and metrics of the requests that have changed."""
         for group in (changed := self._contained_step()):
             self._forget_if_finished(group)
+        self._is_stepping = False
         return changed
 
     def _step(self) -> None:
@@ -180,7 +159,7 @@ class LLMEngine:
             fault_point("step.commit")
             self.scheduler.observe(batch, time.monotonic() - start_s, result.drafting_s, result.num_passes)
             return result
-        except BaseException:
+        except Exception:
             self._revert_in_flight()
             raise
 
@@ -200,19 +179,21 @@ class LLMEngine:
 
     def _contained_step(self) -> list[SequenceGroup]:
         """A step whose failure ends at most one request. Returns the requests that it changed, and those that earlier
-        steps changed before they failed."""
+        steps changed before they failed. The caller unsets `_is_stepping` once they are all processed."""
+        if self._is_stepping:
+            self._accounting.interrupt()
+        self._is_stepping = True
         if self._accounting.error is None:
             try:
                 self._step()
             except Exception as error:
                 with suppress(EngineBrokenError):
                     self._contain(error)
-            except BaseException:  # an interrupt
-                if self._is_planning:
-                    self._revert_plan()
+            except BaseException:
+                self._accounting.interrupt()
                 raise
         changed, self._changed = self._changed, []
-        if self._accounting.error is not None and not changed:
+        if self._accounting.error is not None and not (changed or self._outputs):
             raise self._accounting.error
         return changed
 
@@ -223,8 +204,12 @@ class LLMEngine:
             raise self._accounting.error
         logger.warning("a step failed, and is tried again", exc_info=error)
         if self._is_planning:
+            self._is_planning = False
             culprit, when = self.requests.planning_group, "when it was planned"
-            self._revert_plan(None if culprit is not None else error)
+            with self._accounting:
+                if culprit is None:
+                    raise error
+                self.requests.revert()
             self._isolator.failed([])
         else:
             failed, owners = self._in_flight.take_failed(), self.requests.owners
@@ -237,14 +222,6 @@ class LLMEngine:
             message = f"{num_failures} failures without a step in between that succeeded"
             self._accounting.error = EngineBrokenError(message)
             raise self._accounting.error from error
-
-    def _revert_plan(self, error: Exception | None = None) -> None:
-        """Undo a plan that was not finished. Raises EngineBrokenError for an `error` that is no request's own."""
-        self._is_planning = False
-        with self._accounting:
-            if error is not None:
-                raise error
-            self.requests.revert()
 
     def _end_failed(self, group: SequenceGroup, when: str, error: Exception) -> None:
         """End a request whose own work failed. Raises EngineBrokenError if more than that is wrong."""
@@ -259,14 +236,22 @@ class LLMEngine:
         self._end_failed(group, when, error)
         self._forget_if_finished(group)
 
-    def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request now and free its blocks; None if it is unknown or has finished already."""
-        if (group := self._groups.get(request_id)) is None:
+    def abort_request(self, request_id: str | Iterable[str]) -> RequestOutput | None:
+        """End a request now and free its blocks. Returns its last output; None if it is unknown or has been returned
+        to its end already. Several ids, as vLLM takes them, end several requests; this returns None."""
+        if not isinstance(request_id, str):
+            for each in request_id:
+                self.abort_request(each)
             return None
-        self._abort(group)
-        self._changed = [other for other in self._changed if other is not group]
-        self._measure([group])
-        return self._output(group)
+        with interrupt_deferred():
+            unreturned = [output for output in self._outputs if output.request_id == request_id]
+            self._outputs = [output for output in self._outputs if output.request_id != request_id]
+            if (group := self._groups.get(request_id)) is None:
+                return unreturned[-1] if unreturned else None
+            self._abort(group)
+            self._changed = [other for other in self._changed if other is not group]
+            self._measure([group])
+            return self._output(group)
 
     def _abort(self, group: SequenceGroup) -> None:
         if self._accounting.error is None and not self.grammars.remove(group) and not group.is_finished:
@@ -274,36 +259,6 @@ class LLMEngine:
         for seq in group.unfinished_seqs:
             seq.finish(SequenceStatus.FINISHED_ABORTED)
             group.metrics.finished_time = time.monotonic()
-
-    def check_pin(self, prompt: Prompt, lora_request: AnyAdapter = None) -> None:
-        """Raise a RequestError if the prompt is wrong, or larger than what may still be pinned."""
-        _, token_ids, key = self.inputs.prompt(prompt, None, self.adapters.of_request(lora_request))
-        self.blocks.pins.check(token_ids, key)
-
-    def pin_prefix(self, prompt: Prompt, lora_request: AnyAdapter = None) -> PinnedPrefix:
-        """Keep what the cache holds of a prompt until `unpin_prefix`; computes nothing. Raises RequestError."""
-        _, token_ids, key = self.inputs.prompt(prompt, None, self.adapters.of_request(lora_request))
-        return self.blocks.pins.pin(token_ids, key)
-
-    def unpin_prefix(self, pin: PinnedPrefix) -> None:
-        """Allow a pinned prefix to be evicted like any other. Raises RequestError if it is not pinned."""
-        self.blocks.pins.unpin(pin.pin_id)
-
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Add an adapter. Returns whether anything has changed. Raises RequestError or CheckpointError."""
-        return self.adapters.get(lora_request.lora_name) != self.adapters.add(lora_request)
-
-    def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter; requests that use it finish. Returns False if it is unknown."""
-        return self.adapters.remove(lora_id)
-
-    def list_loras(self) -> set[int]:
-        """The ids of all adapters."""
-        return {adapter.lora_int_id for adapter in self.adapters}
-
-    def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter loaded from its first request on (AdapterTable.pin). Returns False if it is unknown."""
-        return self.adapters.pin(lora_id)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run, unless
@@ -316,8 +271,9 @@ class LLMEngine:
         self.blocks.forget_cached()
         return True
 
-    def sleep(self) -> None:
-        """Give back weights and KV cache with all prefixes until `wake_up`. Raises RequestError while requests run."""
+    def sleep(self, level: int = 1) -> None:
+        """Give back weights and KV cache with all prefixes until `wake_up`. All `level`s are the same. Raises
+        RequestError while requests run."""
         if self.has_unfinished_requests():
             raise RequestError("the engine cannot sleep while requests run: wait for them, or abort them")
         self._revert_in_flight()
@@ -330,39 +286,21 @@ class LLMEngine:
         gc.collect()
         give_back_memory()
 
-    def wake_up(self) -> None:
-        """Load the model again after `sleep`. Does nothing in an engine that is awake. Raises what loading raises."""
-        if self.is_sleeping:
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Load all again after `sleep`, whatever `tags` are given. Does nothing in an engine that is awake. Raises what
+        loading raises."""
+        if self.is_sleeping():
             self.executor = make_executor(self.plan.config, self.plan.kv_cache)
             self._slots.clear(self.executor)
             self._in_flight = StepsInFlight(self.requests, self.executor)
 
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether weights and KV cache have been given back."""
-        return isinstance(self.executor, SleepingExecutor)
-
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._groups)
+        return bool(self._groups or self._outputs)
 
-    def default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends, over SamplingParams' own defaults."""
-        return recommended_params(self.model_config.generation_config)
-
-    def get_metrics(self) -> list[Metric]:
-        """Return the metrics, without requests of `advance`. Raises ConfigError if the engine does not measure them."""
-        if self._metrics is None:
-            raise ConfigError("requests are not measured: make the engine with disable_log_stats=False")
-        return list(self._metrics.snapshot([self.stats()], self.plan.config.cache, self.plan.config.lora))
-
-    def _measure(self, changed: Sequence[SequenceGroup]) -> None:
-        if self._metrics is not None:
-            self._metrics.observe(changed, self.committer.num_tokens)
-
-    def get_tokenizer(self) -> CallableTokenizer:
-        """Return the tokenizer, with the methods and defaults of transformers' tokenizers."""
-        return CallableTokenizer(self.tokenizer)
+    def get_num_unfinished_requests(self) -> int:
+        """The number of requests that have been added and not been returned to their end."""
+        return len(self._groups)
 
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Use another tokenizer. Raises RequestError while requests run, TokenizerError if it has too many tokens."""
@@ -371,15 +309,6 @@ class LLMEngine:
         if tokenizer.vocab_size > (known := self.model_config.vocab_size):
             raise TokenizerError(f"{tokenizer.source} has {tokenizer.vocab_size} tokens, and the model {known}")
         self._use_tokenizer(tokenizer)
-
-    def _use_tokenizer(self, tokenizer: Tokenizer) -> None:
-        model, self.tokenizer = self.model_config, tokenizer
-        self.inputs = InputProcessor(self.plan.config, tokenizer, self.pooler)
-        self.grammars = GrammarQueue(GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids))
-
-    def stats(self) -> EngineStats:
-        """The engine now."""
-        return engine_stats(self.scheduler, self.blocks, self.committer, num_held=len(self.grammars))
 
     def _output(self, group: SequenceGroup) -> RequestOutput | None:
         """The output that a request's caller receives now; a finished request is forgotten."""

@@ -124,7 +124,6 @@ class EngineProcesses:
         """Whether a request runs, or has an output that `step` will return."""
         return bool(self._reading) or not self._outputs.empty()  # in this order: `_read` puts before it deletes
 
-    @property
     def is_sleeping(self) -> bool:
         """Whether an engine has given back the memory of weights and KV cache."""
         return self._llm.group.is_sleeping

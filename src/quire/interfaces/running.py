@@ -23,8 +23,8 @@ from quire.engine.adapters import AnyAdapter
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.requests.input_processor import Prompt
 from quire.engine.requests.pooling import CheckedPrompt
+from quire.engine.step.interrupts import interrupt_deferred
 from quire.interfaces.engine_processes import EngineProcesses
-from quire.interfaces.interrupts import interrupt_deferred
 from quire.interfaces.pooling import PIECE, Pair, Tokenized, may_be_too_long, tokenized
 from quire.interfaces.prompts import rejected
 
@@ -64,7 +64,7 @@ class Run:
     def outputs(self, use_tqdm: BarChoice) -> list[RequestOutput]:
         """Run all requests, and return their outputs in the order of the prompts. If this raises, they are aborted.
         Raises RequestError while the engine sleeps, or another call runs."""
-        if self._engine.is_sleeping:
+        if self._engine.is_sleeping():
             raise RequestError("the engine sleeps: call wake_up() first")
         if not self._engine.in_use.acquire(blocking=False):
             raise RequestError(
@@ -84,8 +84,7 @@ class Run:
                 self._add_ready(bar)
                 if not self._places:
                     break
-                with interrupt_deferred():
-                    changed = engine.step()
+                changed = engine.step()
                 finished = [output for output in changed if output.request_id in self._places]
                 for output in finished:
                     self._outputs[self._places.pop(output.request_id)] = output

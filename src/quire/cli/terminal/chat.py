@@ -25,7 +25,7 @@ from quire.cli.arguments.options import (
 from quire.cli.terminal.text import without_controls
 from quire.common.errors import RequestError, nearest_name
 from quire.engine.requests.drafted_text import DraftedText
-from quire.interfaces.interrupts import interrupt_deferred
+from quire.engine.step.interrupts import interrupt_deferred
 
 if TYPE_CHECKING:
     from quire.common.outputs import RequestOutput

@@ -11,9 +11,8 @@ MAX_CONSECUTIVE_FAILURES = 5
 
 
 class Accounting:
-    """A context for changes of the engine's internal accounting. An exception in it leaves the accounting inconsistent,
-    as does an interrupt that is not delayed (a second Ctrl-C): the engine is broken. Not a generator, as
-    `failures_named`: every step is in one."""
+    """A context for changes of the engine's internal accounting. An exception in it leaves the accounting inconsistent:
+    the engine is broken. Not a generator, as `failures_named`: every step is in one."""
 
     def __init__(self) -> None:
         self.error: EngineBrokenError | None = None
@@ -22,11 +21,16 @@ class Accounting:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if error is None:
-            return
-        self.error = EngineBrokenError(f"internal accounting is inconsistent: {type(error).__name__}: {error}")
         if isinstance(error, Exception):
+            self.error = EngineBrokenError(f"internal accounting is inconsistent: {type(error).__name__}: {error}")
             raise self.error from error
+
+    def interrupt(self) -> None:
+        """A step was interrupted in the middle of whatever it did: the engine is broken, if it was not before."""
+        self.error = self.error or EngineBrokenError(
+            "a step was interrupted before its end, and its requests may be half changed: make a new engine. One "
+            "Ctrl-C waits for the end of a step; a second one, or an exception from another thread, does not"
+        )
 
 
 class FailureIsolator:

@@ -7,6 +7,7 @@ from contextlib import ContextDecorator
 
 class interrupt_deferred(ContextDecorator):  # noqa: N801
     """Delays Ctrl-C until the end of the block, so that it does not interrupt a step. A second Ctrl-C is not delayed.
+    One that has been delayed replaces an error that leaves the block.
 
     Does nothing outside the main thread, or if the program handles the signal itself. Not a generator, as
     `failures_named`: every step is in one.
@@ -28,5 +29,5 @@ class interrupt_deferred(ContextDecorator):  # noqa: N801
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._handler is not None:
             _signal.signal(signal.SIGINT, self._handler)
-        if self._interrupted and kind is None:
+        if self._interrupted and (kind is None or issubclass(kind, Exception)):
             raise KeyboardInterrupt
