@@ -28,6 +28,8 @@ def test_a_pinned_prefix_stays_until_it_is_unpinned() -> None:
     assert llm.engine.stats().num_used_blocks == 0
     with pytest.raises(RequestError, match="pin 0 is unknown"):
         llm.unpin_prefix(pin)
+    with pytest.raises(RequestError, match="pin=None: must be the PinnedPrefix that pin_prefix returned"):
+        llm.unpin_prefix(None)  # type: ignore[arg-type]
 
 
 def test_pinning_needs_the_prefix_cache() -> None:
@@ -80,8 +82,12 @@ def test_a_sleeping_engine_gives_its_memory_back_and_wakes_up_the_same() -> None
         llm.generate("What does", params)
     with pytest.raises(RequestError, match="the engine sleeps"):  # and no list of ignored prompts
         llm.generate(["What does", "a"], params)
+    assert llm.engine.is_sleeping()
     llm.wake_up()
     llm.wake_up(tags=["weights"])
+    assert not llm.engine.is_sleeping()
+    llm.engine.sleep(2)
+    llm.engine.wake_up(["kv_cache"])
     after = llm.generate("What does", params)
     assert [output.outputs[0].token_ids for output in after] == [output.outputs[0].token_ids for output in before]
     assert after[0].num_cached_tokens == 0

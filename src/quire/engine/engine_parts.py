@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Self
 
-from quire.common.errors import ConfigError
+from quire.common.errors import ConfigError, RequestError
 from quire.common.log import logger, show_messages
 from quire.common.lora import LoRARequest
 from quire.common.outputs import EngineStats
@@ -79,6 +79,8 @@ class EngineParts:
 
     def unpin_prefix(self, pin: PinnedPrefix) -> None:
         """Allow a pinned prefix to be evicted like any other. Raises RequestError if it is not pinned."""
+        if not isinstance(pin, PinnedPrefix):
+            raise RequestError(f"pin={pin!r}: must be the PinnedPrefix that pin_prefix returned")
         self.blocks.pins.unpin(pin.pin_id)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:

@@ -262,13 +262,16 @@ class LLMEngine(EngineParts):
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run, unless
-        `reset_running_requests`: then these are preempted first, and compute their tokens so far again."""
+        `reset_running_requests`: then these, and those in the host tier, compute their tokens so far again."""
         if self.has_unfinished_requests() and not reset_running_requests:
             return False
-        self._revert_in_flight()
-        for group in list(self.requests.running):
-            self.scheduler.preemptor.preempt(group, may_swap=False)
-        self.blocks.forget_cached()
+        with interrupt_deferred():
+            self._revert_in_flight()
+            for group in list(self.requests.running):
+                self.scheduler.preemptor.preempt(group, may_swap=False)
+            for group in list(self.requests.swapped):
+                self.requests.reset_swapped(group)
+            self.blocks.forget_cached()
         return True
 
     def sleep(self, level: int = 1) -> None:

@@ -91,7 +91,7 @@ class EngineOwner:
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run, unless
-        they are to be reset: then they compute their tokens again."""
+        they are to be reset: then they compute their tokens again, those in the host tier too."""
         return self._engine.reset_prefix_cache(reset_running_requests)
 
     def sleep(self, level: int = 1) -> None:

@@ -375,9 +375,7 @@ class Scheduler:
         seq_ids = [seq.seq_id for seq in seqs]
         if not self.blocks.can_swap_in(seq_ids, max(seq.num_tokens for seq in seqs)):
             if not requests.running:  # blocks have been pinned meanwhile: each sequence alone may still fit
-                for seq in seqs:
-                    requests.reset(seq)
-                requests.swapped.remove(group)
+                requests.reset_swapped(group)
             return False
         self.blocks.swap_in(seq_ids)
         requests.note("swapped in", group)

@@ -136,6 +136,12 @@ class UnfinishedRequests:
         seq.num_computed_tokens = 0
         seq.status = SequenceStatus.WAITING
 
+    def reset_swapped(self, group: SequenceGroup) -> None:
+        """Free the blocks of a queued request in the host tier, which computes all its tokens again."""
+        for seq in group.seqs_in(SequenceStatus.SWAPPED):
+            self.reset(seq)
+        self.swapped.remove(group)
+
     # Batches in flight
 
     def busy(self) -> Set[SequenceGroup]:
