@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     from quire.config.args import EngineArgs
     from quire.engine.arg_utils import AsyncEngineArgs
     from quire.engine.llm_engine import LLMEngine
-    from quire.engine.requests.input_processor import PromptType, TextPrompt, TokensPrompt
     from quire.interfaces.async_llm.async_llm import AsyncLLM, AsyncLLMEngine
     from quire.interfaces.llm import LLM
+    from quire.interfaces.prompts import PromptType, TextPrompt, TokensPrompt
     from quire.kv.prefix_cache.pins import PinnedPrefix
 
 __all__ = [
@@ -114,7 +114,7 @@ _HOMES = {
     **dict.fromkeys(
         ("BeamSearchParams", "PoolingParams", "SamplingParams", "StructuredOutputsParams"), "quire.common.params"
     ),
-    **dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), "quire.engine.requests.input_processor"),
+    **dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), "quire.interfaces.prompts"),
     "PinnedPrefix": "quire.kv.prefix_cache.pins",
     **dict.fromkeys(
         (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from msgspec.structs import replace
 
@@ -23,9 +23,29 @@ from quire.common.outputs import (
     TokenScores,
 )
 from quire.common.params import BeamSearchParams, SamplingParams
+from quire.common.params.checks import plain
 from quire.engine.adapters import AnyAdapter
 from quire.engine.requests.input_processor import Prompt
 from quire.text.tokenizer.tokenizer import Tokenizer
+
+PromptType = Prompt
+"""vLLM's name."""
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids, and perhaps the text that they come from."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    token_type_ids: NotRequired[list[int]]
+    cache_salt: NotRequired[str]
 
 
 def check_number(number: int, what: str, num_prompts: int, allowed: str = "one for all, or one for each") -> None:
@@ -80,12 +100,15 @@ def adapters_of(lora_request: AnyAdapter | Sequence[AnyAdapter], num_prompts: in
 
 def listed_prompts(prompts: Any) -> tuple[list[Any], bool]:
     """Return the prompts as a list, and whether a single prompt was given."""
+    if hasattr(prompts, "tolist"):  # an array or a tensor
+        prompts = prompts.tolist()
     if isinstance(prompts, str | Mapping):
         return [prompts], True
     if not isinstance(prompts, Sequence):
         raise InvalidPromptError(
             f"prompts must be a prompt (text, token ids or a dict) or a list of prompts, not {type(prompts).__name__}"
         )
+    prompts = list(map(plain, prompts)) if prompts and getattr(prompts[0], "ndim", None) == 0 else prompts
     if prompts and isinstance(prompts[0], int) and all(isinstance(item, int) for item in prompts):
         return [prompts], True  # the token ids of one prompt
     return list(prompts), False

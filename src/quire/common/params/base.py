@@ -7,12 +7,19 @@ import msgspec
 
 from quire.common.arguments.vllm_arguments import Kind, translate
 from quire.common.errors import InvalidParamsError
+from quire.common.params.checks import plain
+
+_PLAIN = frozenset({int, float, bool, str, list, dict, type(None)})  # those are no numbers of NumPy or torch
 
 
 class NamesChecked(msgspec.StructMeta):
-    """Makes an unknown name an InvalidParamsError that suggests the nearest, and accepts vLLM's other names."""
+    """Makes an unknown name an InvalidParamsError that suggests the nearest. Accepts vLLM's other names, and numbers
+    of NumPy and torch."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:  # noqa: N805  it is a metaclass
+        for name, value in fields.items():
+            if type(value) not in _PLAIN:
+                fields[name] = plain(value)
         try:
             return super().__call__(*args, **fields)
         except TypeError:
@@ -31,7 +38,7 @@ class Params(msgspec.Struct, metaclass=NamesChecked):
 
     def __setattr__(self, name: str, value: Any) -> None:
         before = getattr(self, name)
-        super().__setattr__(name, value)
+        super().__setattr__(name, plain(value))
         try:
             self.__post_init__()
         except Exception:

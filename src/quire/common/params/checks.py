@@ -17,6 +17,11 @@ def refuse(name: str, value: Any, allowed: str) -> InvalidParamsError:
     return InvalidParamsError(f"{name}={reprlib.repr(value)}: must be {allowed}")
 
 
+def plain(value: Any) -> Any:
+    """Return a number of NumPy or torch as Python's own; anything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
 def check_number(
     name: str, value: Any, low: float, high: float, allowed: str, *, lowest_excluded: bool = False
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from copy import copy
-from typing import Any, NotRequired, TypeAlias, TypedDict
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
@@ -14,7 +14,7 @@ from quire.common.batch import Draw
 from quire.common.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError, RequestError
 from quire.common.lora import KnownAdapter
 from quire.common.params import BeamSearchParams, PoolerInfo, PoolingParams, SamplingParams
-from quire.common.params.checks import check_text
+from quire.common.params.checks import check_text, plain
 from quire.common.params.sampling import ALL_LOGPROBS, MAX_SALT_LEN
 from quire.config.args import EngineConfig
 from quire.engine.requests.beam_search import BeamSearch
@@ -30,26 +30,6 @@ from quire.text.tokenizer.tokenizer import Tokenizer
 Prompt: TypeAlias = str | SequenceOf[int] | Mapping[str, object] | CheckedPrompt
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; a dict may also contain `cache_salt`. Or for a
 pooling request what was made of these."""
-PromptType = Prompt
-"""vLLM's name."""
-
-
-class TextPrompt(TypedDict):
-    """A prompt as text."""
-
-    prompt: str
-    cache_salt: NotRequired[str]
-
-
-class TokensPrompt(TypedDict):
-    """A prompt as token ids, and perhaps the text that they come from."""
-
-    prompt_token_ids: list[int]
-    prompt: NotRequired[str]
-    token_type_ids: NotRequired[list[int]]
-    cache_salt: NotRequired[str]
-
-
 _USUAL_CHARS = 8
 """Characters of a token, as a rule. A text with more for each token of the context is first encoded in pieces."""
 _PIECE_CHARS = 64 * 1024
@@ -207,9 +187,8 @@ class InputProcessor:
         """Return the token ids of both, the index of the first that is scored, and what else the cached content depends
         on.
 
-        Two texts are encoded as one, and the first token that differs from those of the context alone is the first that
-        is scored. So each character of the continuation counts, also where a token lies across the border. Without a
-        continuation all tokens of the context are scored except the first.
+        Two texts are encoded as one, and scored from the first token that differs from those of the context alone, so
+        also where a token lies across the border. Without a continuation all tokens except the first are scored.
         """
         text, token_ids, cache_salt = self.parse_prompt(context)
         more_text, more_token_ids = (None, None) if continuation is None else self.parse_prompt(continuation)[:2]
@@ -250,6 +229,8 @@ class InputProcessor:
                 )
             given = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt", "")
         text, token_ids, cache_salt = given
+        if hasattr(token_ids, "tolist"):  # an array or a tensor
+            token_ids = token_ids.tolist()
         try:
             check_text("cache_salt", cache_salt, MAX_SALT_LEN)
         except InvalidParamsError as error:
@@ -265,13 +246,16 @@ class InputProcessor:
         return text, None if token_ids is None else list(token_ids), cache_salt
 
     def check_token_ids(self, token_ids: list[int]) -> None:
+        """Raise InvalidPromptError unless these are ids of the model. Integers of NumPy or torch become Python's."""
         if not token_ids:
             raise InvalidPromptError("the prompt is empty: give at least one token")
         vocab_size = self.model.vocab_size
         if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
             return  # many times faster than one by one
-        wrong = next(each for each in token_ids if type(each) is not int or not 0 <= each < vocab_size)
-        raise InvalidPromptError(f"token id {wrong!r} is not one of this model's, 0 to {vocab_size - 1}")
+        token_ids[:] = map(plain, token_ids)
+        for each in token_ids:
+            if type(each) is not int or not 0 <= each < vocab_size:
+                raise InvalidPromptError(f"token id {each!r} is not one of this model's, 0 to {vocab_size - 1}")
 
     def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
         keep, limit = params.truncate_prompt_tokens, self.model.max_model_len

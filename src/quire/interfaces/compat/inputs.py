@@ -1,5 +1,5 @@
 """vLLM's module of the forms of a prompt."""
 
-from quire.engine.requests.input_processor import PromptType, TextPrompt, TokensPrompt
+from quire.interfaces.prompts import PromptType, TextPrompt, TokensPrompt
 
 __all__ = ["PromptType", "TextPrompt", "TokensPrompt"]
