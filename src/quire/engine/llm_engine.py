@@ -120,10 +120,8 @@ class LLMEngine(EngineParts):
             self._outputs += [output for group in changed if (output := self._output(group)) is not None]
             self._measure(changed)  # also what has failed only now
             self._is_stepping = False
-        try:
-            return self._outputs
-        finally:
-            self._outputs = []  # no interrupt comes between the two
+        outputs, self._outputs = self._outputs, []
+        return outputs  # Python looks for no interrupt between the two
 
     def advance(self) -> list[SequenceGroup]:
         """As `step`, for a caller that makes its own outputs and metrics of the requests that have changed."""
