@@ -197,9 +197,9 @@ class LLMEngine(EngineParts):
 
     def _contain(self, error: Exception) -> None:
         """End the request that made the step fail, if it is known. Raises EngineBrokenError where it cannot be one."""
-        self._accounting.error = error if isinstance(error, EngineBrokenError) else self._accounting.error
-        if self._accounting.error is not None:
-            raise self._accounting.error
+        if isinstance(error, EngineBrokenError):
+            self._accounting.error = error
+            raise error
         logger.warning("a step failed, and is tried again", exc_info=error)
         if self._is_planning:
             self._is_planning = False
@@ -242,10 +242,10 @@ class LLMEngine(EngineParts):
                 self.abort_request(each)
             return None
         with interrupt_deferred():
-            unreturned = [output for output in self._outputs if output.request_id == request_id]
+            unreturned = {output.request_id: output for output in self._outputs}.get(request_id)
             self._outputs = [output for output in self._outputs if output.request_id != request_id]
             if (group := self._groups.get(request_id)) is None:
-                return unreturned[-1] if unreturned else None
+                return unreturned
             self._abort(group)
             self._changed = [other for other in self._changed if other is not group]
             self._measure([group])

@@ -122,8 +122,7 @@ class Tiers:
         """A cached block of this tier is given out: keep its content in the next tier, if there is room."""
         if self._has_further and self._keep(tier, block_id, content):
             return
-        if self.journal is not None:
-            self._note("evicted", Place(tier, block_id))
+        self._note("evicted", tier, block_id)
         if not self._has_further or not self._is_elsewhere(tier, content):
             self._lost(content)
 
@@ -157,11 +156,11 @@ class Tiers:
         further.free(target.block_id)  # the copy holds it
         self._planned.spilled.append(target)
         self._stats.num_spilled_tokens += content.num_tokens
-        self._note("spilled", source)
+        self._note("spilled", *source)
 
-    def _note(self, event: str, place: Place) -> None:
-        if self.journal is not None and place.tier == DEVICE:
-            self.journal.append((event, place.block_id))
+    def _note(self, event: str, tier: int, block_id: int) -> None:
+        if self.journal is not None and tier == DEVICE:
+            self.journal.append((event, block_id))
 
     def _lost(self, content: BlockContent) -> None:
         self._stats.num_evicted_tokens += content.num_tokens

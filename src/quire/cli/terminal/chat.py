@@ -145,8 +145,7 @@ class ChatSession:
         try:
             prompt = self._llm.chat_prompt(messages)
             drafted = DraftedText(engine.tokenizer.stream(prompt["prompt_token_ids"]))
-            with interrupt_deferred():
-                engine.add_request(request_id, prompt, self._params, lora_request=self._lora_request)
+            engine.add_request(request_id, prompt, self._params, lora_request=self._lora_request)
             while output is None or not output.finished:
                 with interrupt_deferred():
                     for output in engine.step():
@@ -158,8 +157,7 @@ class ChatSession:
                         print("".join(shown), end="", flush=True)
                         num_printed, num_divided = len(answer.text), len(answer.token_ids)
         except KeyboardInterrupt:
-            with interrupt_deferred():
-                return engine.abort_request(request_id) or output
+            return engine.abort_request(request_id) or output
         if output.error is not None:
             raise RequestError(output.error)
         return output

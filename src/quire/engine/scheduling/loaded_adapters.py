@@ -164,7 +164,8 @@ class LoadedAdapters:
         self._slots = [None] * len(self._slots)
 
     def _content(self, group: SequenceGroup) -> _Content:
-        return self._contents[_adapter_of(group).digest]
+        assert group.adapter is not None
+        return self._contents[group.adapter.digest]
 
     def _victims(self, content: _Content) -> tuple[list[_Content], bool]:
         """The adapters to unload or to claim for this one, first those that are not pinned and that no request holds,
@@ -221,8 +222,3 @@ class LoadedAdapters:
             assert content.holders <= content.users.keys(), "a request that has ended holds a slot"
         num_bytes = sum(adapter.num_bytes for adapter in self.loaded)
         assert self.max_bytes is None or num_bytes <= self.max_bytes, "the adapters in slots exceed max_bytes"
-
-
-def _adapter_of(group: SequenceGroup) -> KnownAdapter:
-    assert group.adapter is not None
-    return group.adapter
