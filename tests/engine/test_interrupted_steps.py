@@ -194,6 +194,18 @@ def test_a_broken_engine_returns_what_an_interrupted_step_had_to_return(interrup
         interrupted.step()
 
 
+def test_an_engine_interrupted_at_its_last_output_is_to_be_stepped_again(monkeypatch):
+    engine = make_engine()
+    add(engine, "a", [3] * 3, max_tokens=1)
+    monkeypatch.setattr(engine.grammars, "forget", lambda group: alarm())
+    with pytest.raises(Alarm):
+        engine.step()
+    assert engine.has_unfinished_requests()
+    with pytest.raises(EngineBrokenError):
+        engine.step()
+    assert not engine.has_unfinished_requests()
+
+
 def test_ctrl_c_in_the_middle_of_adding_or_ending_a_request_waits(monkeypatch):
     engine = make_engine()
     with monkeypatch.context() as patch:

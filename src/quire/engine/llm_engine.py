@@ -192,6 +192,7 @@ class LLMEngine(EngineParts):
                 raise
         changed, self._changed = self._changed, []
         if self._accounting.error is not None and not (changed or self._outputs):
+            self._is_stepping = False
             raise self._accounting.error
         return changed
 
@@ -296,8 +297,8 @@ class LLMEngine(EngineParts):
             self._in_flight = StepsInFlight(self.requests, self.executor)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything to do."""
-        return bool(self._groups or self._outputs)
+        """Whether `step` has anything to do, be it to report that it was interrupted."""
+        return bool(self._groups or self._outputs or self._is_stepping)
 
     def get_num_unfinished_requests(self) -> int:
         """The number of requests that have been added and not been returned to their end."""
