@@ -72,11 +72,11 @@ class LLM(EngineOwner):
     ) -> list[RequestOutput]:
         """Complete one prompt or a list of prompts in one batch, and return the outputs in the order of the prompts.
 
-        A prompt is a text, a list or array of token ids, or a dict with `prompt` or `prompt_token_ids`. `sampling_params`
-        is one value for all prompts, one for each prompt, or None for the checkpoint's recommendation. `priority`, one for all
-        or one for each, replaces theirs. `lora_request` is the LoRA adapter, one for all or one or None for each. A
-        progress bar appears in a notebook, or on standard error if that is a terminal; with `use_tqdm=False` never, and
-        if `use_tqdm` is a function or class, that makes the bar.
+        A prompt is a text, a list or array of token ids, or a dict with `prompt` or `prompt_token_ids`.
+        `sampling_params` is one value for all prompts, one for each prompt, or None for the checkpoint's
+        recommendation. `priority`, one for all or one for each, replaces theirs. `lora_request` is the LoRA adapter,
+        one for all or one or None for each. A progress bar appears in a notebook, or on standard error if that is a
+        terminal; with `use_tqdm=False` never, and if `use_tqdm` is a function or class, that makes the bar.
 
         An invalid prompt given alone raises a RequestError. In a list, its output has `error` set and the finish reason
         `ignored`, and the other prompts run. If an internal error occurs in the work for one prompt, its output has
