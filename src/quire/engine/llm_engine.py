@@ -44,7 +44,8 @@ class LLMEngine(EngineParts):
     the end of the engine.
 
     Ctrl-C waits for the end of the step; what the step would have returned, the next one returns. Whatever else
-    interrupts a step, such as a second Ctrl-C, breaks the engine.
+    interrupts a step, such as a second Ctrl-C, undoes it if it comes while the executor computes, and otherwise breaks
+    the engine.
     """
 
     def __init__(self, plan: MemoryPlan, executor: Executor, tokenizer: Tokenizer) -> None:
@@ -157,8 +158,9 @@ class LLMEngine(EngineParts):
             fault_point("step.commit")
             self.scheduler.observe(batch, time.monotonic() - start_s, result.drafting_s, result.num_passes)
             return result
-        except Exception:
+        except BaseException as error:
             self._revert_in_flight()
+            self._is_stepping = isinstance(error, Exception)  # an interrupt has changed nothing
             raise
 
     def _revert_in_flight(self) -> None:
@@ -188,7 +190,8 @@ class LLMEngine(EngineParts):
                 with suppress(EngineBrokenError):
                     self._contain(error)
             except BaseException:
-                self._accounting.interrupt()
+                if self._is_stepping:
+                    self._accounting.interrupt()
                 raise
         changed, self._changed = self._changed, []
         if self._accounting.error is not None and not (changed or self._outputs):
