@@ -151,10 +151,10 @@ class Tiers:
     def _spill(self, source: Place, content: BlockContent) -> None:
         further = self.pools[source.tier + 1]
         target = Place(source.tier + 1, further.allocate())
+        self._planned.spilled.append(target)  # before it can be found, however this ends
         further.tracker.add(target.block_id, content)
         self._copy(source, target)
         further.free(target.block_id)  # the copy holds it
-        self._planned.spilled.append(target)
         self._stats.num_spilled_tokens += content.num_tokens
         self._note("spilled", *source)
 
