@@ -29,7 +29,7 @@ from reliability.page import record, table
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER_TESTS = (
-    "adapters", "admission", "answers_bad_input", "app", "auth", "background_responses", "bad_input", "chat",
+    "adapters", "admission", "answers_bad_input", "app", "auth", "background_responses", "bad_input", "bodies", "chat",
     "completions", "config", "embeddings", "endpoints", "hostile", "messages", "messages_translation", "operations",
     "predictions", "responses", "responses_translation", "shared_fields", "streams",
 )  # fmt: skip

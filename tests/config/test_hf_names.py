@@ -27,6 +27,12 @@ def test_the_standard_name_counts_where_both_have_a_value():
     assert standard(hidden_size=None, n_embd=16)["hidden_size"] == 16
 
 
+def test_mpnet_counts_positions_from_the_same_id_whatever_pads():
+    for stated in ({}, {"pad_token_id": 0}):
+        values = standard(architectures=["MPNetModel"], max_position_embeddings=514, **stated)
+        assert (values["pad_token_id"], values["max_position_embeddings"]) == (1, 512)
+
+
 def test_null_stays_null_where_no_name_has_a_value():
     assert standard(sliding_window=None, hidden_size=None) == {"sliding_window": None, "hidden_size": None}
 

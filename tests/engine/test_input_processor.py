@@ -106,6 +106,15 @@ def test_the_first_and_the_last_token_of_the_vocabulary_are_allowed_and_the_next
         inputs.prompt([])
 
 
+def test_token_ids_may_be_an_array_or_numbers_of_numpy(inputs):
+    for given in ({"prompt_token_ids": np.array([5, 6])}, [np.int64(5), np.uint8(6)]):
+        _, token_ids, _ = inputs.prompt(given)
+        assert token_ids == [5, 6]
+        assert [type(token_id) for token_id in token_ids] == [int, int]
+    with pytest.raises(InvalidPromptError, match=r"token id 5\.0 is not one of this model's"):
+        inputs.prompt({"prompt_token_ids": np.array([5, 1.5])})
+
+
 def test_a_prompt_leaves_one_token_of_the_context_to_the_output(inputs):
     assert inputs.prompt([5] * 251)[1] == [5] * 251
     with pytest.raises(

@@ -248,6 +248,27 @@ def test_admin_keys_have_sources_of_their_own(tmp_path):
         ApiKeys.load_admin(ServerArgs(admin_key=("",)), {})
 
 
+def test_keys_are_read_again_or_stay_as_they_were(tmp_path):
+    clients, admins = tmp_path / "clients", tmp_path / "admins"
+    clients.write_text("a:old\n")
+    admins.write_text("root:toor\n")
+    args = ServerArgs(api_key_file=str(clients), admin_key_file=str(admins))
+    keys, admin_keys = ApiKeys.load_pair(args)
+    keys.reload_pair(admin_keys, args)
+    assert not keys.have_changed
+    clients.write_text("b:new\n")
+    for wrong in ("", "root:new\n"):  # no keys, and one that clients have
+        admins.write_text(wrong)
+        with pytest.raises(ConfigError):
+            keys.reload_pair(admin_keys, args)
+        assert (keys.name_of(b"old"), keys.name_of(b"new"), admin_keys.name_of(b"toor")) == ("a", None, "root")
+    admins.write_text("root:later\n")
+    keys.reload_pair(admin_keys, args)
+    assert [keys.name_of(key) for key in (b"old", b"new")] == [None, "b"]
+    assert [admin_keys.name_of(key) for key in (b"toor", b"later")] == [None, "root"]
+    assert keys.have_changed
+
+
 def test_administration_requires_a_key_and_that_there_is_one():
     nobody = Administration(app, ApiKeys(()))
     with pytest.raises(ApiError, match="has no admin key: start it with") as raised:

@@ -118,6 +118,17 @@ def test_without_opentelemetry_it_says_what_to_install(monkeypatch):
         Tracer("http://localhost:4318", "tiny")
 
 
+@pytest.fixture
+def no_thread_stays(monkeypatch):
+    """Sending is given up after three seconds, and waited for: other tests do not expect a thread that retries."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3")
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(15)
+        assert not thread.is_alive(), thread
+
+
 def stopping(endpoint: str) -> float:
     """The seconds that the end of a tracer takes that has a span to send."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
@@ -128,6 +139,7 @@ def stopping(endpoint: str) -> float:
     return time.monotonic() - begin_s
 
 
+@pytest.mark.usefixtures("no_thread_stays")
 def test_a_collector_that_does_not_answer_delays_the_end_little(caplog):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -136,6 +148,7 @@ def test_a_collector_that_does_not_answer_delays_the_end_little(caplog):
     assert caplog.text.count("the last spans were not sent: the collector did not answer within 2 s") == 2
 
 
+@pytest.mark.usefixtures("no_thread_stays")
 def test_the_last_spans_are_sent_to_a_collector_that_answers_late():
     received = []
 
