@@ -120,8 +120,8 @@ def test_without_opentelemetry_it_says_what_to_install(monkeypatch):
 
 @pytest.fixture
 def no_thread_stays(monkeypatch):
-    """Sending is given up after three seconds, and waited for: other tests do not expect a thread that retries."""
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3")
+    """Sending is given up after five seconds, and waited for: other tests do not expect a thread that retries."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "5")
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:
