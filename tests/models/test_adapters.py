@@ -9,6 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from quire.common.batch import Batch, Draw, DrawnRows, ScheduledSequence
 from quire.common.errors import CheckpointError, ConfigError, OutOfMemoryError
 from quire.config.args import EngineArgs
 from quire.config.checkpoint.location import EMBEDDED_ROOT
@@ -17,6 +18,7 @@ from quire.config.model import ModelConfig
 from quire.models.activations import activation_bytes
 from quire.models.adapters.peft import inspect_adapter
 from quire.models.adapters.slots import adapter_reserve
+from quire.models.layers.batch_tensors import WORTH_LEAVING_OUT
 from quire.models.layers.linear import Linear
 from quire.runner.memory_plan import plan_memory
 from tests.kernels.isas import needs_native
@@ -256,7 +258,10 @@ def test_the_planned_memory_is_what_adapters_and_their_kernels_take(
 
     monkeypatch.setattr(steps.worker.runner.model, "forward", watched)
     steps.restart([0])
-    steps.step({0: num_tokens})
+    draws = (Draw(0.0, 0, 1.0, b""),)
+    drawn = DrawnRows(draws, 0, num_tokens - WORTH_LEAVING_OUT)  # the most rows that the last layer is narrowed to
+    tokens = tuple(steps.prompts[0])
+    steps.worker.execute(Batch(0, (ScheduledSequence(0, tokens, 0, steps.tables[0], drawn, adapter=0),)))
     assert workspace.peak_bytes == activation_bytes(config, num_tokens, lora) > activation_bytes(config, num_tokens)
 
 

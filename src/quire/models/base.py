@@ -45,6 +45,8 @@ class Model(nn.Module, ABC):
     num_logits_alive: ClassVar[int] = 1
     """How many tensors as large as its logits a model with a head has at once, at most."""
 
+    can_narrow: bool = False
+    """Whether `forward` takes batches that say which rows are read."""
     embed_tokens: nn.Module
 
     @classmethod
@@ -69,7 +71,8 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, batch: BatchTensors, kv: Sequence[LayerCache]) -> Tensor:
-        """Hidden states of all tokens, [num_tokens, hidden]; writes their keys and values into `kv` (one per layer).
+        """Hidden states of all tokens, or of those that the batch says are read: [num_tokens, hidden]. Writes the keys
+        and values of all into `kv` (one per layer).
 
         Nothing else changes, but for the batch's embeddings, which are computed in place.
         """

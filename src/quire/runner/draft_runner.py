@@ -87,11 +87,9 @@ class Passes:
         with self._workspace:
             if self._can_record and max(lens) <= _LONGEST_RECORDED and sum(lens) <= MAX_ROWS:
                 return self._graphs.logits(sequences)
-            tensors = build_tensors(sequences, self._block_size)
-            hidden = self._model(tensors, self._kv)
-            if not len(tensors.logit_rows):
-                return None
-            return self._model.compute_logits(kernels.embedding(tensors.logit_rows, hidden))
+            tensors = build_tensors(sequences, self._block_size, narrows=self._model.can_narrow)
+            hidden, rows = self._model(tensors, self._kv), tensors.of_hidden.logit_rows
+            return self._model.compute_logits(kernels.embedding(rows, hidden)) if len(rows) else None
 
 
 class DraftRunner:

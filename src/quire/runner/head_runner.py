@@ -19,7 +19,7 @@ class StateReader:
     """A head that reads hidden states from the same memory in each pass, so that its passes can be recorded as a
     model's are."""
 
-    can_record, needs_torch = True, False
+    can_record, needs_torch, can_narrow = True, False, False
 
     def __init__(
         self,

@@ -8,15 +8,15 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from quire import kernels
-from quire.common.batch import Batch, ScheduledSequence, StepResult
+from quire.common.batch import Batch, BlockIds, ScheduledSequence, StepResult
 from quire.common.errors import ConfigError
 from quire.common.params import LogprobsMode
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.base import CausalLM, PoolingModel
-from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerCache
+from quire.models.layers.batch_tensors import WORTH_LEAVING_OUT, BatchTensors, GroupTensors, LayerCache, ReadRows
 from quire.runner.decode_graphs import DecodeGraphs
 from quire.runner.pooling import PooledReader
-from quire.runner.row_layout import RowLayout, row_layout
+from quire.runner.row_layout import RowLayout, first_rows, num_read, row_layout
 from quire.runner.sampling.sampler import IdleSampler, Sampler
 from quire.runner.text_graphs import TextGraphs
 
@@ -93,9 +93,11 @@ class ModelRunner:
 
     def _call(self, sequences: Sequence[ScheduledSequence]) -> StepResult:
         """Call the model, and read the rows that the sequences want."""
-        tensors = build_tensors(sequences, self.block_size)
+        tensors = build_tensors(sequences, self.block_size, narrows=self.model.can_narrow)
         hidden = self._hidden(tensors)
-        return StepResult(()) if self._passes_on else self._read(hidden, tensors, sequences)
+        if self._passes_on:
+            return StepResult(())
+        return self._read(hidden, tensors.of_hidden, sequences)
 
     def _hidden(self, tensors: BatchTensors) -> Tensor:
         """[num_tokens, hidden] of the model. Kernels that take long run once all have been called, if they can be
@@ -117,43 +119,62 @@ class LogitsReader:
         self._sampler = sampler
 
     def __call__(self, hidden: Tensor, tensors: BatchTensors, sequences: Sequence[ScheduledSequence]) -> StepResult:
-        """hidden [num_tokens, hidden] of all sequences -> the tokens drawn and the log-probabilities."""
+        """hidden [num_tokens, hidden], and where its rows are -> the tokens drawn and the log-probabilities."""
 
         def compute_logits(rows: Tensor) -> Tensor:
             # Rows are gathered by our own kernel: torch's indexing would wake a second pool of threads on the same
             # cores.
             return self._model.compute_logits(kernels.embedding(rows, hidden))
 
-        scored = self._sampler.score(sequences, tensors.query_start.tolist(), compute_logits)
+        scored = self._sampler.score(sequences, first_rows(sequences, tensors.query_start.tolist()), compute_logits)
         drawn = StepResult(())
         if len(tensors.logit_rows):
             drawn = self._sampler.sample(compute_logits(tensors.logit_rows), sequences)
         return replace(drawn, scored=scored) if scored else drawn
 
 
-def build_tensors(sequences: Sequence[ScheduledSequence], block_size: int) -> BatchTensors:
-    """The tokens of all sequences one after another, their positions and slots, and which rows want logits."""
-    layout = row_layout(sequences)
-    num_groups = len(sequences[0].block_tables)
+def build_tensors(sequences: Sequence[ScheduledSequence], block_size: int, *, narrows: bool = False) -> BatchTensors:
+    """The tokens of all sequences one after another, their positions and slots, and which rows want logits. For a model
+    that `narrows` its last layer, also the rows that are read, if there are so many others that it is worth it."""
+    layout, counts = row_layout(sequences), list(map(num_read, sequences))
+    tables = [_block_tables(sequences, group) for group in range(len(sequences[0].block_tables))]
+    read = None
+    if narrows and len(layout.token_ids) - sum(counts) >= WORTH_LEAVING_OUT:
+        rows, last = layout.last(counts)
+        read = ReadRows(torch.from_numpy(rows), _tensors(sequences, last, tables, block_size))
+    return _tensors(sequences, layout, tables, block_size, read)
+
+
+def _tensors(
+    sequences: Sequence[ScheduledSequence],
+    layout: RowLayout,
+    tables: Sequence[BlockIds],
+    block_size: int,
+    read: ReadRows | None = None,
+) -> BatchTensors:
     return BatchTensors(
         token_ids=torch.from_numpy(layout.token_ids),
         positions=torch.from_numpy(layout.positions),
         query_start=torch.from_numpy(layout.query_start.astype(np.int32)),
         seq_lens=torch.from_numpy(layout.seq_lens.astype(np.int32)),
-        groups=tuple(_group_tensors(sequences, g, layout, block_size) for g in range(num_groups)),
+        groups=tuple(_group_tensors(each, layout, block_size) for each in tables),
         logit_rows=torch.tensor(layout.read_rows(sequences), dtype=torch.int64),
         adapters=None if layout.adapters is None else torch.from_numpy(layout.adapters),
         token_type_ids=None if layout.token_type_ids is None else torch.from_numpy(layout.token_type_ids),
+        read=read,
     )
 
 
-def _group_tensors(
-    sequences: Sequence[ScheduledSequence], group: int, layout: RowLayout, block_size: int
-) -> GroupTensors:
+def _block_tables(sequences: Sequence[ScheduledSequence], group: int) -> BlockIds:
+    """[num_seqs, max_blocks], padded with 0."""
     tables = [s.block_tables[group] for s in sequences]
-    block_tables = np.zeros((len(tables), max(len(t) for t in tables)), np.int32)
-    if not block_tables.size:  # the group's layers keep nothing
-        return GroupTensors(torch.zeros(0, dtype=torch.int64), torch.from_numpy(block_tables))
+    padded = np.zeros((len(tables), max(len(t) for t in tables)), np.int32)
     for row, table in enumerate(tables):
-        block_tables[row, : len(table)] = table
-    return GroupTensors(torch.from_numpy(layout.slots(block_tables, block_size)), torch.from_numpy(block_tables))
+        padded[row, : len(table)] = table
+    return padded
+
+
+def _group_tensors(tables: BlockIds, layout: RowLayout, block_size: int) -> GroupTensors:
+    # Without blocks the group's layers keep nothing.
+    slots = layout.slots(tables, block_size) if tables.size else np.zeros(0, np.int64)
+    return GroupTensors(torch.from_numpy(slots), torch.from_numpy(tables))

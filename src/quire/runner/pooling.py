@@ -15,6 +15,7 @@ from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.models.layers.batch_tensors import BatchTensors
 from quire.models.pooling.pooler import Pooler
+from quire.runner.row_layout import first_rows
 
 
 class _NotFiniteError(ArithmeticError):
@@ -28,8 +29,8 @@ class PooledReader:
         self.pooler = pooler
 
     def __call__(self, hidden: Tensor, tensors: BatchTensors, sequences: Sequence[ScheduledSequence]) -> StepResult:
-        """hidden [num_tokens, hidden] of all sequences -> what was made of the rows of each."""
-        starts = tensors.query_start.tolist()
+        """hidden [num_tokens, hidden], and where its rows are -> what was made of the rows of each sequence."""
+        starts = first_rows(sequences, tensors.query_start.tolist())
 
         def pool(place: int, wanted: PooledRows) -> Pooled:
             start, end = wanted.row, wanted.row + wanted.num_rows

@@ -36,6 +36,19 @@ class RowLayout(NamedTuple):
         blocks = block_tables[self.sequence_of, self.positions // block_size].astype(np.int64)
         return blocks * block_size + self.positions % block_size
 
+    def last(self, counts: Sequence[int]) -> tuple[Ints, "RowLayout"]:
+        """The last rows of each sequence, of which there are `counts`: which they are, and the layout of them alone."""
+        ends = self.query_start[1:].tolist()
+        rows = np.concatenate([np.arange(end - count, end) for count, end in zip(counts, ends, strict=True)])
+        return rows, RowLayout(
+            self.token_ids[rows],
+            self.positions[rows],
+            self.sequence_of[rows],
+            np.array([0, *accumulate(counts)], np.int64),
+            self.seq_lens,
+            None if self.adapters is None else self.adapters[rows],
+        )
+
     def read_rows(self, sequences: Sequence[ScheduledSequence]) -> list[int]:
         """[num_draws]: the row that each draw of the step's sequences reads."""
         return [
@@ -45,6 +58,17 @@ class RowLayout(NamedTuple):
             for row in range(end - s.drawn.num_rows, end)
             for _ in s.drawn.draws
         ]
+
+
+def num_read(s: ScheduledSequence) -> int:
+    """How many rows a sequence has from the first one on whose hidden state is read."""
+    num_drawn = 0 if s.drawn is None else s.drawn.num_rows
+    return max([num_drawn, *(len(s.token_ids) - some.row for some in (s.scored, s.pooled) if some is not None)])
+
+
+def first_rows(sequences: Sequence[ScheduledSequence], query_start: Sequence[int]) -> list[int]:
+    """The row of each sequence's first token, or what it would be in a layout that has its last ones alone."""
+    return [end - len(s.token_ids) for end, s in zip(query_start[1:], sequences, strict=True)]
 
 
 def row_layout(sequences: Sequence[ScheduledSequence]) -> RowLayout:

@@ -75,10 +75,24 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, batch: BatchTensors, kv: LayerKVCache) -> Tensor:
         """x [num_tokens, hidden] -> as x; writes keys and values of the tokens into `kv`."""
-        heads = self.qkv_proj(x, batch).unflatten(1, (-1, self.head_dim))  # [num_tokens, all heads, head_dim]
-        query, key, value = self._heads(heads, batch.positions)
+        query, key, value = self._project(x, batch)
         out: Tensor = self.o_proj(self.attn(query, key, value, batch, kv).flatten(1), batch)
         return out
+
+    def write(self, x: Tensor, batch: BatchTensors, kv: LayerKVCache) -> None:
+        """Write what `forward` writes."""
+        _, key, value = self._project(x, batch)
+        assert isinstance(self.attn, Attention)
+        self.attn.write(key, value, batch, kv)
+
+    def _project(self, x: Tensor, batch: BatchTensors) -> tuple[Tensor, Tensor, Tensor]:
+        heads = self.qkv_proj(x, batch).unflatten(1, (-1, self.head_dim))  # [num_tokens, all heads, head_dim]
+        return self._heads(heads, batch.positions)
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether it reads the tokens before a step's from the cache."""
+        return isinstance(self.attn, Attention)
 
     @property
     def mixes_heads(self) -> bool:

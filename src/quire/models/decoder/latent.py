@@ -67,14 +67,12 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(shape.num_heads * shape.value_dim, hidden_size, bias=bias, dtype=dtype)
         self.o_proj.changes = scaled_by(shape.output_multiplier)
         self.rotary = rotary
+        self.has_cache = True
 
     def forward(self, x: Tensor, batch: BatchTensors, kv: LayerLatents) -> Tensor:
         """x [num_tokens, hidden] -> as x; writes the latents of the tokens into `kv`."""
         shape, group = self.shape, batch.groups[kv.group]
-        query = self._queries(x, batch).view(len(x), -1, shape.head_dim)  # [num_tokens, num_heads, head_dim]
-        latent, key = self.kv_a_proj_with_mqa(x, batch).unsqueeze(1).split([shape.rank, shape.rope.rotary_dim], dim=2)
-        self.rotary(batch.positions, query[:, :, shape.plain_dim :], key)  # key [num_tokens, 1, rotary_dim]
-        kernels.write_latents(self.kv_a_layernorm(latent).squeeze(1), key.squeeze(1), kv.rows, group.slots)
+        query = self.write(x, batch, kv)
         query = kernels.multiply_heads(query, self.kv_b_proj.absorbs_queries)  # [num_tokens, num_heads, row's width]
         out = kernels.latent_attention(
             query, kv.rows, batch.query_start, batch.seq_lens, group.block_tables, shape.rank, shape.scale
@@ -82,6 +80,16 @@ class LatentAttention(nn.Module):
         values = kernels.multiply_heads(out, self.kv_b_proj.gives_values)  # [num_tokens, num_heads, value_dim]
         result: Tensor = self.o_proj(values.flatten(1), batch)
         return result
+
+    def write(self, x: Tensor, batch: BatchTensors, kv: LayerLatents) -> Tensor:
+        """Write what `forward` writes, and return the queries [num_tokens, num_heads, head_dim]."""
+        shape = self.shape
+        query = self._queries(x, batch).view(len(x), -1, shape.head_dim)
+        latent, key = self.kv_a_proj_with_mqa(x, batch).unsqueeze(1).split([shape.rank, shape.rope.rotary_dim], dim=2)
+        self.rotary(batch.positions, query[:, :, shape.plain_dim :], key)  # key [num_tokens, 1, rotary_dim]
+        slots = batch.groups[kv.group].slots
+        kernels.write_latents(self.kv_a_layernorm(latent).squeeze(1), key.squeeze(1), kv.rows, slots)
+        return query
 
     def _low_rank_queries(self, x: Tensor, batch: BatchTensors) -> Tensor:
         result: Tensor = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x, batch)), batch)

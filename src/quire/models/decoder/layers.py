@@ -44,8 +44,8 @@ def _add(x: Tensor, residual: Tensor) -> Tensor:
 
 def _make_attention(
     shape: AttentionShape | LatentAttentionShape, hidden_size: int, dtype: torch.dtype, rotary: RotaryEmbedding | None
-) -> nn.Module:
-    """The module that computes it: `forward(x, batch, kv)`."""
+) -> Any:
+    """The module that computes it: `forward(x, batch, kv)`, and `write`."""
     if isinstance(shape, AttentionShape):
         return SelfAttention(shape, hidden_size, dtype, rotary)
     assert rotary is not None
@@ -78,6 +78,10 @@ class DecoderLayer(nn.Module, ABC):
     @abstractmethod
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         """x and residual [num_tokens, hidden] -> the same two."""
+
+    def write(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> None:
+        """Write to `kv` what `forward` writes, and compute nothing else."""
+        self.self_attn.write(self.enter(x, residual), batch, kv)
 
 
 class PreNormLayer(DecoderLayer):
@@ -119,6 +123,9 @@ class PostNormLayer(DecoderLayer):
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         hidden = self.input_layernorm.add(self.self_attn(residual, batch, kv), residual)
         return None, self.post_attention_layernorm.add(self.mlp(hidden, batch), hidden)
+
+    def write(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> None:
+        self.self_attn.write(residual, batch, kv)
 
 
 class OutputNormLayer(DecoderLayer):

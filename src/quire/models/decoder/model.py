@@ -156,6 +156,7 @@ class Decoder(CausalLM):
         """What comes from the stage before and goes to the next one: nothing, unless this is a stage (stages.py)."""
         self.norm = None if shape.final_norm is None else make_norm(shape.hidden_size, shape.final_norm)
         self._sum = summing(self.norm, has_x=has_x)
+        self.can_narrow = made.self_attn.has_cache
         self._after: list[Step] = []
         if shape.embed_width != shape.hidden_size:
             self.project_out = Linear(shape.hidden_size, shape.embed_width, bias=False, dtype=shape.dtype)
@@ -295,9 +296,26 @@ class Decoder(CausalLM):
 
     def forward(self, batch: BatchTensors, kv: Sequence[LayerCache]) -> Tensor:
         x, residual = (self.enter or self._embed)(batch)
-        for layer, layer_kv in zip(self.passes, kv, strict=True):
+        *passes, (last, last_kv) = zip(self.passes, kv, strict=True)
+        for layer, layer_kv in passes:
             x, residual = layer(x, residual, batch, layer_kv)
+        if (read := batch.read) is not None:
+            whole, batch = batch, read.batch
+            x, residual = self._narrowed(x, residual, whole, last_kv, read.rows)
+            if not len(read.rows):
+                return kernels.backend_of(residual).empty((0, self._widths[1]), residual.dtype)
+        x, residual = last(x, residual, batch, last_kv)
         return (self.leave or self._finish)(x, residual, batch)
+
+    def _narrowed(
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache, rows: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        """What the last layer gets of some rows alone. It writes what it keeps of every token."""
+        some = None if x is None else kernels.embedding(rows, x), kernels.embedding(rows, residual)
+        last = self.layers[-1]
+        assert isinstance(last, DecoderLayer)
+        last.write(x, residual, batch, kv)
+        return some
 
     def _embed(self, batch: BatchTensors) -> tuple[Tensor | None, Tensor]:
         residual = self.embed(batch)  # [num_tokens, embed_width]
@@ -319,8 +337,10 @@ class Decoder(CausalLM):
             if place == OUTPUT:
                 watch = Watch(self._widths[1], self._dtype, num_tokens)
                 self._after.append(watch.keep)
+                self.can_narrow = False
             else:
                 watch = Watch(self._widths[0], self._dtype, num_tokens)
                 self.passes[place] = partial(watch.run, self.passes[place])
+                self.can_narrow &= place != len(self.passes) - 1
             watched.append(watch.rows)
         return watched

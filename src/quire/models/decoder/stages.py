@@ -48,6 +48,7 @@ def keep_layers(model: Model, layers: Range) -> None:
         # A tied head has no weights of its own, and lets ranks divide the table as one process's ranks do.
         _drop(model, *(name for name in _BEHIND if not (name == "lm_head" and is_first and is_tied)))
         model.leave = lambda x, residual, batch: residual
+        model.can_narrow = False
 
 
 def boundary(model: Decoder, layer: int) -> Boundary:

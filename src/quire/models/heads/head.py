@@ -38,6 +38,7 @@ class DraftHead(Decoder):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, has_head=False)
+        self.can_narrow = False
         shape, head = self.shape(config), _head(config)
         self.width, self.dtype, held = shape.hidden_size, shape.dtype, head.held
         num_targets = config.vocab_size if head.targets is None else len(head.targets)

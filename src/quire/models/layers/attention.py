@@ -24,11 +24,15 @@ class Attention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: BatchTensors, kv: LayerKVCache) -> Tensor:
         """query [num_tokens, num_heads, head_dim]; key, value [num_tokens, num_kv_heads, head_dim] -> as query."""
-        group = batch.groups[kv.group]
-        kernels.write_kv(key, value, kv.k, kv.v, group.slots)
+        self.write(key, value, batch, kv)
+        tables = batch.groups[kv.group].block_tables
         return kernels.paged_attention(
-            query, kv.k, kv.v, batch.query_start, batch.seq_lens, group.block_tables, self.scale, self.variant
+            query, kv.k, kv.v, batch.query_start, batch.seq_lens, tables, self.scale, self.variant
         )
+
+    def write(self, key: Tensor, value: Tensor, batch: BatchTensors, kv: LayerKVCache) -> None:
+        """Store what `forward` stores."""
+        kernels.write_kv(key, value, kv.k, kv.v, batch.groups[kv.group].slots)
 
 
 class HasVariant(Protocol):

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from quire import kernels
 
+WORTH_LEAVING_OUT = 32
+"""Rows of a layer: fewer more or less take it nearly the same time."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupTensors:
@@ -45,6 +48,23 @@ class BatchTensors:
     """[num_tokens] int64: which text of a pair each token belongs to. None: all are 0."""
     states: Tensor | None = None
     """[num_tokens, width]: the hidden states that a draft head reads beside the embeddings, and computes in."""
+    read: "ReadRows | None" = None
+    """The tokens whose hidden states are read, for a model that can narrow its last layer to them. None: all."""
+
+    @property
+    def of_hidden(self) -> "BatchTensors":
+        """The batch of the tokens whose hidden states the model gives."""
+        return self if self.read is None else self.read.batch
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRows:
+    """Some of a batch's tokens: of each sequence the last ones, and of some sequences none."""
+
+    rows: Tensor
+    """[num_read] int64: their rows in the batch"""
+    batch: BatchTensors
+    """the batch that has these tokens alone; those before them are in the cache"""
 
 
 class LayerCache(Protocol):

@@ -70,7 +70,7 @@ class Pooled(PoolingModel):
         super().__init__()
         family = self.body_class
         self.body = family(config) if issubclass(family, Encoder) else family(config, has_head=False)
-        self.embed_tokens = self.body.embed_tokens
+        self.embed_tokens, self.can_narrow = self.body.embed_tokens, self.body.can_narrow
         self.pooler = _make_pooler(family, self.kind, config)
 
     @classmethod
