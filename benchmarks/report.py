@@ -20,10 +20,11 @@ measures fewer cases. Each section names the command that measures only this sec
 
 **Shares of the limit.** Two speeds of the machine are measured in the same run, between the measurements: reading
 memory, and multiply-adds in registers (of bfloat16, or of 8-bit integers for quantized weights), with all threads
-together. The least time of a generation is the sum over its steps of the longer of two times: reading all weights
-once, and multiplying by them. Attention and everything else is not counted, so an engine stays below 1.00, unless
-other programs slow the machine down while its speed is measured. int8 and int4 weights have half
-and a quarter of the bytes, and are multiplied at the machine's peak for 8-bit integers, about twice that of bfloat16.
+together. The least time of a generation is the sum over its steps of the longer of two times: reading all weights once,
+and multiplying by them. Every token is counted in every layer, though Quire's last layer leaves out those that nothing
+reads, which is up to 4 % of a prompt with 24 layers. Attention and everything else is not counted, so an engine stays
+below 1.00, unless other programs slow the machine down while its speed is measured. int8 and int4 weights have half and
+a quarter of the bytes, and are multiplied at the machine's peak for 8-bit integers, about twice that of bfloat16.
 
 **Interleaved measurement.** All engines of a table have the same checkpoint loaded, and engines that are not being
 measured are stopped. Each case runs once to warm up, then in the order A B C A B C. Figures are medians of the rounds,

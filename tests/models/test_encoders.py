@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from quire import UnsupportedModelError, kernels
-from quire.common.batch import PooledRows, PoolSpec, ScheduledSequence
+from quire.common.batch import Batch, PooledRows, PoolSpec, ScheduledSequence
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.models.activations import activation_bytes
@@ -20,7 +20,8 @@ from quire.models.adapters.adapter import projections
 from quire.models.adapters.peft import read_adapter
 from quire.models.adapters.slots import AdapterSlots, adapter_reserve
 from quire.models.weights.loader import load_model
-from quire.runner import text_graphs
+from quire.runner import model_runner, text_graphs
+from quire.runner.model_runner import ModelRunner
 from quire.runner.pooling import PooledReader
 from quire.runner.text_graphs import MAX_TOKENS, TextGraphs
 from tests.kernels.isas import ISAS, needs_native, using
@@ -240,7 +241,7 @@ def test_a_replayed_text_has_the_bits_of_the_plain_pass(variant: str, save_encod
     backend, workspace = kernels.backend_for("cpu"), kernels.Workspace()
     if not backend.can_record or not model.can_record:
         pytest.skip("needs the native kernels, and a model without torch's arithmetic")
-    read = PooledReader(model.pooler)
+    read = PooledReader(model.pooler, has_cache=False)
     graphs = TextGraphs(model, read, backend, workspace)
     texts = [[2, 7, 3], [2, 8, 9, 3], [2, 9, 3], [2, 10, 11, 3], [2, 7, 3]]
     specs = [EMBED, PoolSpec("embed", normalize=False), PoolSpec("embed", dimensions=4), PoolSpec("token_embed")]
@@ -258,7 +259,7 @@ def test_few_recordings_are_kept(save_encoder: Any, monkeypatch: pytest.MonkeyPa
     family, fields = ENCODERS["bert"]
     model: Any = load_model(ModelConfig.resolve(save_encoder(family, "Model", **fields)[0]))
     backend, workspace = kernels.backend_for("cpu"), kernels.Workspace()
-    graphs = TextGraphs(model, PooledReader(model.pooler), backend, workspace)
+    graphs = TextGraphs(model, PooledReader(model.pooler, has_cache=False), backend, workspace)
     recorded = list[int]()
     monkeypatch.setattr(graphs, "_record", lambda n, spec, make=graphs._record: (recorded.append(n), make(n, spec))[1])
     for length in (3, 4, 3, 5, 3, 4):
@@ -275,3 +276,27 @@ def test_long_texts_pairs_and_adapters_are_not_replayed() -> None:
     assert not can_replay([scheduled(text)] * 2)
     assert not can_replay([scheduled(text, token_type_ids=(0, 0, 1))])
     assert not can_replay([scheduled(text, adapter=0)])
+
+
+@pytest.mark.parametrize("mode", ["CLS", "LAST", "MEAN"])
+@pytest.mark.parametrize("variant", ENCODERS)
+def test_every_encoder_gives_the_rows_that_are_pooled(
+    variant: str, mode: str, save_encoder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, fields = ENCODERS[variant]
+    folder, _ = save_encoder(family, "Model", **fields)
+    config = ModelConfig.resolve(folder, dtype="float32", pooler_config={"pooling_type": mode})
+    model: Any = load_model(config)
+    runner = ModelRunner(model, (), 16, 64, kernels.backend_for("cpu"))
+    given = list[int]()
+    pool, given = model.pooler.pool, list[int]()
+    monkeypatch.setattr(model.pooler, "pool", lambda rows, *args: (given.append(len(rows)), pool(rows, *args))[1])
+    specs = (EMBED, PoolSpec("token_embed"))
+    batch = Batch(0, tuple(scheduled(text, spec) for text, spec in itertools.product(TEXTS, specs)))
+    monkeypatch.setattr(model_runner, "WORTH_LEAVING_OUT", 10**9)
+    expected = runner.run(batch).pooled
+    assert given == [length for text in TEXTS for length in ((len(text) if mode == "MEAN" else 1), len(text))]
+    monkeypatch.setattr(model_runner, "WORTH_LEAVING_OUT", 1)
+    narrow = runner.run(batch).pooled
+    for place, vectors in expected.items():
+        assert same_bits(torch.from_numpy(narrow[place]), torch.from_numpy(vectors))

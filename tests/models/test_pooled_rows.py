@@ -41,8 +41,8 @@ class AsTheyAre:
     def __init__(self) -> None:
         self.token_ids: list[Any] = []
 
-    def needs_all_rows(self, task: str) -> bool:
-        return True
+    def reads(self, task: str) -> Any:
+        return "all"
 
     def pool(self, hidden: torch.Tensor, token_ids: Any, spec: PoolSpec) -> torch.Tensor:
         self.token_ids.append(token_ids)

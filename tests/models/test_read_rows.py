@@ -12,13 +12,13 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from quire import LLM
-from quire.common.batch import DrawnRows, ScheduledSequence, ScoredRows
+from quire.common.batch import DrawnRows, PooledRows, PoolSpec, ScheduledSequence, ScoredRows
 from quire.config.model import ModelConfig
 from quire.kernels import embedding
 from quire.models.layers.batch_tensors import WORTH_LEAVING_OUT, LayerLatents
 from quire.runner import decode_graphs, model_runner
 from quire.runner.model_runner import build_tensors
-from quire.runner.row_layout import first_rows, num_read
+from quire.runner.row_layout import read_span
 from tests.engine import test_mixed_requests as mixed
 from tests.kernels.isas import needs_native
 from tests.models.latent import LATENT
@@ -94,7 +94,9 @@ def test_rows_are_counted_from_the_first_one_that_is_read() -> None:
         ScheduledSequence(2, tokens, 0, table, drawn, scored),
         ScheduledSequence(3, tokens, 0, table, None, scored),
     ]
-    assert [num_read(s) for s in sequences] == [0, 3, 6, 6]
+    assert [read_span(s) for s in sequences] == [(10, 10), (7, 10), (4, 10), (4, 10)]
+    pooled = replace(sequences[0], pooled=PooledRows(2, 3, PoolSpec("embed")))
+    assert read_span(pooled) == (2, 5)
     many = [*sequences, ScheduledSequence(4, (*range(WORTH_LEAVING_OUT - 26),), 0, table)]
     assert build_tensors(many, BLOCK_SIZE, narrows=True).read is None
     tensors = build_tensors([*many, sequences[0]], BLOCK_SIZE, narrows=True)
@@ -102,7 +104,8 @@ def test_rows_are_counted_from_the_first_one_that_is_read() -> None:
     assert tensors.read.rows.tolist() == [*range(17, 20), *range(24, 30), *range(34, 40)]
     assert tensors.of_hidden.query_start.tolist() == [0, 0, 3, 9, 15, 15, 15]
     assert tensors.of_hidden.logit_rows.tolist() == [0, 1, 2, 6, 7, 8]
-    assert first_rows(many[:4], tensors.of_hidden.query_start.tolist()[:5]) == [-10, -7, -1, 5]
+    assert list(tensors.first_rows)[:4] == [-10, -7, -1, 5]
+    assert list(tensors.whole.first_rows)[:4] == [0, 10, 20, 30]
 
 
 @needs_native

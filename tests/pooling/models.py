@@ -35,8 +35,8 @@ class ScriptedPooler:
         self.mean = mean
         self.num_rows: list[int] = []
 
-    def needs_all_rows(self, task: str) -> bool:
-        return task != "embed" or self.mean
+    def reads(self, task: str) -> Any:
+        return "all" if task != "embed" or self.mean else "last"
 
     def pool(self, hidden: Tensor, token_ids: Sequence[int], spec: PoolSpec) -> Tensor:
         assert len(hidden) == len(token_ids)
@@ -48,7 +48,7 @@ class ScriptedPooler:
             hidden = hidden * torch.nan
         if spec.task == "token_embed":
             return hidden[:, : spec.dimensions]
-        vector = hidden.sum(0) if self.needs_all_rows(spec.task) else hidden[-1]
+        vector = hidden.sum(0) if self.reads(spec.task) == "all" else hidden[-1]
         if spec.task == "embed":
             vector = vector[: spec.dimensions]
             return vector / vector.norm() if spec.normalize is not False else vector

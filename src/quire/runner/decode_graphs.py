@@ -22,9 +22,10 @@ from torch import Tensor
 
 from quire import kernels
 from quire.common.batch import BlockIds, ScheduledSequence
+from quire.config.parallel import Range
 from quire.kernels.backends.reference_backend import TorchThreads
 from quire.models.layers.batch_tensors import WORTH_LEAVING_OUT, BatchTensors, GroupTensors, LayerCache, ReadRows
-from quire.runner.row_layout import RowLayout, num_read, row_layout
+from quire.runner.row_layout import RowLayout, num_drawn, row_layout
 
 MAX_ROWS = 256
 """A step of more rows takes so long that Python's share of it no longer matters."""
@@ -154,26 +155,26 @@ class DecodeGraphs:
         """
         if not (self._backend.can_record and self._model.can_record and is_small_step(sequences)):
             return False
-        return not self._model.needs_torch or sum(map(num_read, sequences)) == sum(len(s.token_ids) for s in sequences)
+        return not self._model.needs_torch or sum(map(num_drawn, sequences)) == sum(len(s.token_ids) for s in sequences)
 
     def logits(self, sequences: Sequence[ScheduledSequence]) -> Tensor | None:
-        """[num_drawn, vocab] float32 of the rows that are read, valid until the next step; None if none is read. The
+        """[num_read, vocab] float32 of the rows that are read, valid until the next step; None if none is read. The
         sequences may have any rows, MAX_ROWS in all, and one draw for each that is read."""
-        layout, counts = row_layout(sequences), list(map(num_read, sequences))
-        num_rows, num_drawn = len(layout.token_ids), sum(counts)
+        layout, counts = row_layout(sequences), list(map(num_drawn, sequences))
+        num_rows, num_read = len(layout.token_ids), sum(counts)
         self._fill(sequences, layout)
         has_adapters = layout.adapters is not None
-        if num_drawn == num_rows:
+        if num_read == num_rows:
             return self._replayed((num_rows, has_adapters, None))
         # More are computed, and fewer numbers recorded.
-        num_logits = min(num_rows, 1 << (num_drawn - 1).bit_length()) if num_drawn else 0
+        num_logits = min(num_rows, 1 << (num_read - 1).bit_length()) if num_read else 0
         if self._leaves_out(num_rows, num_logits):
-            rows, layout = layout.last(_with_more(counts, num_logits - num_drawn, sequences))
+            rows, layout = layout.part(_last_rows(sequences, counts, num_logits - num_read))
             self._last_rows[:num_logits] = rows
             self._last.fill(layout, num_rows, self._block_tables, self._block_size)
-        self._some_rows[:num_logits] = (*layout.read_rows(sequences), *repeat(0, num_logits - num_drawn))
+        self._some_rows[:num_logits] = (*layout.read_rows(sequences), *repeat(0, num_logits - num_read))
         logits = self._replayed((num_rows, has_adapters, num_logits))
-        return None if logits is None else logits[:num_drawn]
+        return None if logits is None else logits[:num_read]
 
     def advance(self, sequences: Sequence[ScheduledSequence]) -> None:
         """As `logits`, in a stage that has no logits."""
@@ -234,14 +235,15 @@ class DecodeGraphs:
         return self._rows.tensors(num_rows, *shared, has_adapters=has_adapters, read=read)
 
 
-def _with_more(counts: Sequence[int], num_more: int, sequences: Sequence[ScheduledSequence]) -> list[int]:
-    """`counts` of the last rows of sequences, and `num_more` rows before them, wherever there are some."""
-    more = list[int]()
-    for count, s in zip(counts, sequences, strict=True):
-        added = min(num_more, len(s.token_ids) - count)
-        more.append(count + added)
+def _last_rows(sequences: Sequence[ScheduledSequence], counts: Sequence[int], num_more: int) -> list[Range]:
+    """The last rows of sequences, of which there are `counts`, and `num_more` before them, wherever there are some."""
+    spans = list[Range]()
+    for s, count in zip(sequences, counts, strict=True):
+        end = len(s.token_ids)
+        added = min(num_more, end - count)
+        spans.append((end - count - added, end))
         num_more -= added
-    return more
+    return spans
 
 
 def is_small_step(sequences: Sequence[ScheduledSequence]) -> bool:

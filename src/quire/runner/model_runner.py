@@ -16,7 +16,7 @@ from quire.models.base import CausalLM, PoolingModel
 from quire.models.layers.batch_tensors import WORTH_LEAVING_OUT, BatchTensors, GroupTensors, LayerCache, ReadRows
 from quire.runner.decode_graphs import DecodeGraphs
 from quire.runner.pooling import PooledReader
-from quire.runner.row_layout import RowLayout, first_rows, num_read, row_layout
+from quire.runner.row_layout import RowLayout, read_span, row_layout
 from quire.runner.sampling.sampler import IdleSampler, Sampler
 from quire.runner.text_graphs import TextGraphs
 
@@ -58,7 +58,7 @@ class ModelRunner:
         self._passes_on = passes_on
         self._read: LogitsReader | PooledReader
         if isinstance(model, PoolingModel):
-            self._read = read = PooledReader(model.pooler)
+            self._read = read = PooledReader(model.pooler, has_cache=bool(kv))
             if not kv and self._records:
                 self._texts = TextGraphs(model, read, backend, self._workspace)
         else:
@@ -93,11 +93,12 @@ class ModelRunner:
 
     def _call(self, sequences: Sequence[ScheduledSequence]) -> StepResult:
         """Call the model, and read the rows that the sequences want."""
+        sequences = self._read.least(sequences)
         tensors = build_tensors(sequences, self.block_size, narrows=self.model.can_narrow)
         hidden = self._hidden(tensors)
         if self._passes_on:
             return StepResult(())
-        return self._read(hidden, tensors.of_hidden, sequences)
+        return self._read(hidden, tensors, sequences)
 
     def _hidden(self, tensors: BatchTensors) -> Tensor:
         """[num_tokens, hidden] of the model. Kernels that take long run once all have been called, if they can be
@@ -118,30 +119,35 @@ class LogitsReader:
         self._model = model
         self._sampler = sampler
 
+    def least(self, sequences: Sequence[ScheduledSequence]) -> Sequence[ScheduledSequence]:
+        """As PooledReader."""
+        return sequences
+
     def __call__(self, hidden: Tensor, tensors: BatchTensors, sequences: Sequence[ScheduledSequence]) -> StepResult:
-        """hidden [num_tokens, hidden], and where its rows are -> the tokens drawn and the log-probabilities."""
+        """hidden [num_read, hidden] of the step's tensors -> the tokens drawn and the log-probabilities."""
 
         def compute_logits(rows: Tensor) -> Tensor:
             # Rows are gathered by our own kernel: torch's indexing would wake a second pool of threads on the same
             # cores.
             return self._model.compute_logits(kernels.embedding(rows, hidden))
 
-        scored = self._sampler.score(sequences, first_rows(sequences, tensors.query_start.tolist()), compute_logits)
-        drawn = StepResult(())
-        if len(tensors.logit_rows):
-            drawn = self._sampler.sample(compute_logits(tensors.logit_rows), sequences)
+        scored = self._sampler.score(sequences, tensors.first_rows, compute_logits)
+        drawn, rows = StepResult(()), tensors.of_hidden.logit_rows
+        if len(rows):
+            drawn = self._sampler.sample(compute_logits(rows), sequences)
         return replace(drawn, scored=scored) if scored else drawn
 
 
 def build_tensors(sequences: Sequence[ScheduledSequence], block_size: int, *, narrows: bool = False) -> BatchTensors:
     """The tokens of all sequences one after another, their positions and slots, and which rows want logits. For a model
     that `narrows` its last layer, also the rows that are read, if there are so many others that it is worth it."""
-    layout, counts = row_layout(sequences), list(map(num_read, sequences))
+    layout, spans = row_layout(sequences), list(map(read_span, sequences))
     tables = [_block_tables(sequences, group) for group in range(len(sequences[0].block_tables))]
     read = None
-    if narrows and len(layout.token_ids) - sum(counts) >= WORTH_LEAVING_OUT:
-        rows, last = layout.last(counts)
-        read = ReadRows(torch.from_numpy(rows), _tensors(sequences, last, tables, block_size))
+    if narrows and len(layout.token_ids) - sum([end - first for first, end in spans]) >= WORTH_LEAVING_OUT:
+        rows, part = layout.part(spans)
+        first_rows = (part.query_start[:-1] - [first for first, _ in spans]).tolist()
+        read = ReadRows(torch.from_numpy(rows), _tensors(sequences, part, tables, block_size), first_rows)
     return _tensors(sequences, layout, tables, block_size, read)
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from msgspec.structs import replace
 from torch import Tensor
 
 from quire.common.batch import Pooled, PooledRows, ScheduledSequence, StepResult
@@ -15,7 +16,6 @@ from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.models.layers.batch_tensors import BatchTensors
 from quire.models.pooling.pooler import Pooler
-from quire.runner.row_layout import first_rows
 
 
 class _NotFiniteError(ArithmeticError):
@@ -25,12 +25,27 @@ class _NotFiniteError(ArithmeticError):
 class PooledReader:
     """Reads the rows that are to be pooled. A failure in the work for one sequence is reported for that one only."""
 
-    def __init__(self, pooler: Pooler) -> None:
-        self.pooler = pooler
+    def __init__(self, pooler: Pooler, *, has_cache: bool) -> None:
+        """`has_cache`: whether the model's layers have."""
+        self.pooler, self._has_cache = pooler, has_cache
+
+    def least(self, sequences: Sequence[ScheduledSequence]) -> Sequence[ScheduledSequence]:
+        """The same, without rows to be pooled that the pooler does not read, if they need not be the last ones."""
+        return (
+            sequences
+            if self._has_cache
+            else [s if s.pooled is None else replace(s, pooled=self._least(s.pooled)) for s in sequences]
+        )
+
+    def _least(self, wanted: PooledRows) -> PooledRows:
+        reads = self.pooler.reads(wanted.spec.task)
+        if reads == "all":
+            return wanted
+        return PooledRows(wanted.row if reads == "first" else wanted.row + wanted.num_rows - 1, 1, wanted.spec)
 
     def __call__(self, hidden: Tensor, tensors: BatchTensors, sequences: Sequence[ScheduledSequence]) -> StepResult:
-        """hidden [num_tokens, hidden], and where its rows are -> what was made of the rows of each sequence."""
-        starts = first_rows(sequences, tensors.query_start.tolist())
+        """hidden [num_read, hidden] of the step's tensors -> what was made of the rows of each sequence."""
+        starts = tensors.first_rows
 
         def pool(place: int, wanted: PooledRows) -> Pooled:
             start, end = wanted.row, wanted.row + wanted.num_rows
@@ -76,7 +91,7 @@ def pooler_info(pooler: Pooler, model: ModelConfig, max_whole_tokens: int, *, ke
     check_choice("pooler_config: task", first, pooler.tasks)
     return PoolerInfo(
         tasks=(first, *(task for task in pooler.tasks if task != first)),
-        whole_tasks=tuple([task for task in pooler.tasks if keeps_nothing or pooler.needs_all_rows(task)]),
+        whole_tasks=tuple([task for task in pooler.tasks if keeps_nothing or pooler.reads(task) != "last"]),
         max_whole_tokens=max_whole_tokens,
         dimensions=pooler.dimensions,
         matryoshka=_matryoshka(model.hf_config),

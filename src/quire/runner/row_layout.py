@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.common.batch import BlockIds, ScheduledSequence
+from quire.config.parallel import Range
 
 Ints = npt.NDArray[np.int64]
 
@@ -36,15 +37,16 @@ class RowLayout(NamedTuple):
         blocks = block_tables[self.sequence_of, self.positions // block_size].astype(np.int64)
         return blocks * block_size + self.positions % block_size
 
-    def last(self, counts: Sequence[int]) -> tuple[Ints, "RowLayout"]:
-        """The last rows of each sequence, of which there are `counts`: which they are, and the layout of them alone."""
-        ends = self.query_start[1:].tolist()
-        rows = np.concatenate([np.arange(end - count, end) for count, end in zip(counts, ends, strict=True)])
+    def part(self, spans: Sequence[Range]) -> tuple[Ints, "RowLayout"]:
+        """Of each sequence the rows from the first to before the second number: which they are, and their layout."""
+        starts = self.query_start[:-1].tolist()
+        rows = np.concatenate([np.arange(start + first, start + end)
+                               for start, (first, end) in zip(starts, spans, strict=True)])  # fmt: skip
         return rows, RowLayout(
             self.token_ids[rows],
             self.positions[rows],
             self.sequence_of[rows],
-            np.array([0, *accumulate(counts)], np.int64),
+            np.array([0, *accumulate([end - first for first, end in spans])], np.int64),
             self.seq_lens,
             None if self.adapters is None else self.adapters[rows],
         )
@@ -60,15 +62,19 @@ class RowLayout(NamedTuple):
         ]
 
 
-def num_read(s: ScheduledSequence) -> int:
-    """How many rows a sequence has from the first one on whose hidden state is read."""
-    num_drawn = 0 if s.drawn is None else s.drawn.num_rows
-    return max([num_drawn, *(len(s.token_ids) - some.row for some in (s.scored, s.pooled) if some is not None)])
+def num_drawn(s: ScheduledSequence) -> int:
+    """From how many rows of a sequence tokens are drawn."""
+    return 0 if s.drawn is None else s.drawn.num_rows
 
 
-def first_rows(sequences: Sequence[ScheduledSequence], query_start: Sequence[int]) -> list[int]:
-    """The row of each sequence's first token, or what it would be in a layout that has its last ones alone."""
-    return [end - len(s.token_ids) for end, s in zip(query_start[1:], sequences, strict=True)]
+def read_span(s: ScheduledSequence) -> Range:
+    """The rows of a sequence whose hidden states are read: those that are pooled, or from the first that is scored or
+    drawn from to the end."""
+    if s.pooled is not None:
+        return s.pooled.row, s.pooled.row + s.pooled.num_rows
+    end = len(s.token_ids)
+    first = end - num_drawn(s)
+    return (first if s.scored is None else min(first, s.scored.row)), end
 
 
 def row_layout(sequences: Sequence[ScheduledSequence]) -> RowLayout:

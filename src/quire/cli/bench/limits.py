@@ -110,7 +110,8 @@ class WeightCosts:
         The first steps compute the prompts, with the largest number of tokens that fits into a step; each later step
         computes one token for every prompt. A step reads all weights once and does two operations per element and
         token, and takes as long as the slower of the two. Attention, the KV cache and activations are not counted, so
-        no run can reach this limit.
+        no run can reach this limit. That the last layer leaves out tokens whose hidden states are not read is not
+        counted either: it would be less by up to one layer's share of the prompts.
         """
         prompt_tokens = num_prompts * input_len
         num_steps = math.ceil(prompt_tokens / max_num_batched_tokens)

@@ -74,9 +74,10 @@ class SelfAttention(nn.Module):
         return SteppedHeads(num_heads, tuple(steps))
 
     def forward(self, x: Tensor, batch: BatchTensors, kv: LayerKVCache) -> Tensor:
-        """x [num_tokens, hidden] -> as x; writes keys and values of the tokens into `kv`."""
+        """x [num_tokens, hidden] -> as x, of the tokens that are read; writes keys and values of all into `kv`."""
         query, key, value = self._project(x, batch)
-        out: Tensor = self.o_proj(self.attn(query, key, value, batch, kv).flatten(1), batch)
+        attended, batch = batch.narrowed(self.attn(query, key, value, batch, kv).flatten(1))
+        out: Tensor = self.o_proj(attended, batch)
         return out
 
     def write(self, x: Tensor, batch: BatchTensors, kv: LayerKVCache) -> None:

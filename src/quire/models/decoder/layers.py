@@ -92,6 +92,7 @@ class PreNormLayer(DecoderLayer):
 
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         x = self.self_attn(self.enter(x, residual), batch, kv)
+        residual, batch = batch.narrowed(residual)
         x = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x, batch), residual
 
@@ -121,7 +122,9 @@ class PostNormLayer(DecoderLayer):
         self.input_layernorm, self.post_attention_layernorm = make(), make()
 
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
-        hidden = self.input_layernorm.add(self.self_attn(residual, batch, kv), residual)
+        x = self.self_attn(residual, batch, kv)
+        residual, batch = batch.narrowed(residual)
+        hidden = self.input_layernorm.add(x, residual)
         return None, self.post_attention_layernorm.add(self.mlp(hidden, batch), hidden)
 
     def write(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> None:

@@ -296,11 +296,11 @@ class Decoder(CausalLM):
 
     def forward(self, batch: BatchTensors, kv: Sequence[LayerCache]) -> Tensor:
         x, residual = (self.enter or self._embed)(batch)
-        *passes, (last, last_kv) = zip(self.passes, kv, strict=True)
+        (*passes, (last, last_kv)), whole = zip(self.passes, kv, strict=True), batch.whole
         for layer, layer_kv in passes:
-            x, residual = layer(x, residual, batch, layer_kv)
+            x, residual = layer(x, residual, whole, layer_kv)
         if (read := batch.read) is not None:
-            whole, batch = batch, read.batch
+            batch = read.batch
             x, residual = self._narrowed(x, residual, whole, last_kv, read.rows)
             if not len(read.rows):
                 return kernels.backend_of(residual).empty((0, self._widths[1]), residual.dtype)

@@ -61,6 +61,8 @@ class Encoder(Model):
     token_head_has_dense: ClassVar[bool] = False
     """Whether what classifies tokens has a dense layer of its own."""
 
+    can_narrow = True
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         shape = self.shape(config)
@@ -183,8 +185,10 @@ class Encoder(Model):
         """As Model says; there is nothing to keep, and so no cache."""
         residual = self._embed(batch)  # [num_tokens, hidden]
         x: Tensor | None = None
-        for layer in self._order:
-            x, residual = layer(x, residual, batch, NO_CACHE)
+        *layers, last = self._order
+        for layer in layers:
+            x, residual = layer(x, residual, batch.whole, NO_CACHE)
+        x, residual = last(x, residual, batch, NO_CACHE)
         return self._sum(x, residual)
 
     def _embed(self, batch: BatchTensors) -> Tensor:

@@ -1,6 +1,7 @@
 """The inputs of one forward pass, as tensors: what a model's `forward` takes besides the KV cache."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -52,19 +53,37 @@ class BatchTensors:
     """The tokens whose hidden states are read, for a model that can narrow its last layer to them. None: all."""
 
     @property
+    def whole(self) -> "BatchTensors":
+        """For layers that compute all tokens."""
+        return self if self.read is None else replace(self, read=None)
+
+    @property
     def of_hidden(self) -> "BatchTensors":
         """The batch of the tokens whose hidden states the model gives."""
         return self if self.read is None else self.read.batch
 
+    @property
+    def first_rows(self) -> Sequence[int]:
+        """The row of each sequence's first token among those that the model gives, or what it would be: less than that
+        of the first one that is read."""
+        return self.query_start[:-1].tolist() if self.read is None else self.read.first_rows
+
+    def narrowed(self, rows: Tensor) -> "tuple[Tensor, BatchTensors]":
+        """rows [num_tokens, width] and the batch -> those of the tokens that are read."""
+        return (rows, self) if self.read is None else (kernels.embedding(self.read.rows, rows), self.read.batch)
+
 
 @dataclass(frozen=True, slots=True)
 class ReadRows:
-    """Some of a batch's tokens: of each sequence the last ones, and of some sequences none."""
+    """Some of a batch's tokens: of each sequence, some that follow one another, or none. They are its last ones in
+    layers with a cache."""
 
     rows: Tensor
     """[num_read] int64: their rows in the batch"""
     batch: BatchTensors
-    """the batch that has these tokens alone; those before them are in the cache"""
+    """the batch that has these tokens alone"""
+    first_rows: Sequence[int] = ()
+    """the row that each sequence's first token has there, or would have if all before those that are read were there"""
 
 
 class LayerCache(Protocol):

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from quire.config.checkpoint.sentence_transformers import DenseModule, SentenceM
 from quire.models.layers.norm import LayerNorm, NormShape
 from quire.models.pooling.heads import ACTIVATIONS, ActivatedDense, Dense, Head, HeadShape
 
+Reads = Literal["all", "first", "last"]
 _NORM_EPS = 1e-24
 
 
@@ -27,8 +29,8 @@ class Pooler(nn.Module, ABC):
     """Number of elements of an embedding; None if it makes none."""
 
     @abstractmethod
-    def needs_all_rows(self, task: PoolingTask) -> bool:
-        """Whether the hidden states of all tokens are needed, or those of the last alone."""
+    def reads(self, task: str) -> Reads:
+        """Of which of its rows `pool` makes it."""
 
     @abstractmethod
     def pool(self, hidden: Tensor, token_ids: Sequence[int], spec: PoolSpec) -> Tensor:
@@ -62,8 +64,8 @@ class EmbeddingPooler(Pooler):
                 self.steps.append(LayerNorm(step.width, NormShape(1e-5, is_rms=False, has_bias=True)))
         self.dimensions = width
 
-    def needs_all_rows(self, task: PoolingTask) -> bool:
-        return task == "token_embed" or any(mode != "last" for mode in self._modes)
+    def reads(self, task: str) -> Reads:
+        return "all" if task == "token_embed" else _reads(self._modes)
 
     def can_record(self, spec: PoolSpec) -> bool:
         return spec.task == "embed" and self._is_recordable
@@ -102,8 +104,8 @@ class MultiEmbeddingPooler(EmbeddingPooler):
         self.sparse_linear = Dense(hidden_size, weights.out_features, bias=weights.has_bias)
         self._first_ids, self._last_ids = first_ids, last_ids
 
-    def needs_all_rows(self, task: PoolingTask) -> bool:
-        return task == "token_classify" or super().needs_all_rows(task)
+    def reads(self, task: str) -> Reads:
+        return "all" if task == "token_classify" else super().reads(task)
 
     def pool(self, hidden: Tensor, token_ids: Sequence[int], spec: PoolSpec) -> Tensor:
         if spec.task == "embed":
@@ -154,14 +156,22 @@ class ClassPooler(Pooler):
         self._mode = shape.mode
         self._activation = ACTIVATIONS[activation]
 
-    def needs_all_rows(self, task: PoolingTask) -> bool:
-        return task == "token_classify" or self._mode != "last"
+    def reads(self, task: str) -> Reads:
+        return "all" if task == "token_classify" else _reads([self._mode])
 
     def pool(self, hidden: Tensor, token_ids: Sequence[int], spec: PoolSpec) -> Tensor:
         is_of_tokens = spec.task == "token_classify"
         logits = self.head(hidden.float() if is_of_tokens else pool_row(hidden, self._mode))
         values = self._activation(logits) if spec.activation in (None, True) else logits
         return values if is_of_tokens else values[0]
+
+
+def _reads(modes: Sequence[str]) -> Reads:
+    """Of which rows `pool_row` makes rows in these modes."""
+    for only in ("first", "last"):
+        if all(mode == only for mode in modes):
+            return only
+    return "all"
 
 
 def pool_row(hidden: Tensor, mode: str) -> Tensor:
