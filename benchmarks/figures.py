@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import comparisons
 from benchmarks.beside import beside
-from benchmarks.checkpoints.dense import HIDDEN, VOCAB, ensure_checkpoint
+from benchmarks.checkpoints.dense import HIDDEN, INTERMEDIATE, VOCAB, ensure_checkpoint
 from benchmarks.embeddings import embeddings
 from benchmarks.engines.interleaved import TINY, Row, Run, case, interleaved, speeds
 from benchmarks.engines.peers import PRECISIONS, ROOT, Quire, Transformers, Vllm, num_threads
@@ -139,6 +139,7 @@ def parts(run: Run) -> Iterator[Row]:
     checkpoint = ensure_checkpoint(run.checkpoint)
     num_params = _num_params(checkpoint)
     body, head = num_params - VOCAB * HIDDEN, VOCAB * HIDDEN
+    last = HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE  # what the last layer multiplies the token by that is read
     for precision, bits in _BITS.items():
         num_bytes = (body * bits + head * max(bits, 8)) // 8  # the head is never in int4
         session = Session(Quire(run.folder, precision), checkpoint, 4096)
@@ -154,7 +155,8 @@ def parts(run: Run) -> Iterator[Row]:
                     statistics.mean(speed.read_bytes_per_s for speed in limits),
                     statistics.mean(speed.flops_per_s for speed in limits),
                 )
-                products_s = limit.least_s(num_bytes, 2.0 * num_seqs * (num_tokens * body + head))
+                products = num_seqs * (num_tokens * (body - last) + last + head)
+                products_s = limit.least_s(num_bytes, 2.0 * products)
                 row = {"precision": precision, **which}
                 row |= {f"{name[:-2]}_ms": round(seconds * 1e3, 2) for name, seconds in found.items()}
                 row |= {"products_of_limit": round(products_s / found["products_s"], 3)}
