@@ -14,7 +14,7 @@ import torch
 from quire import LLM, CheckpointError, ConfigError, EngineArgs, SamplingParams, UnsupportedModelError
 from quire.config.checkpoint.draft_heads import resolve_head
 from quire.config.model import ModelConfig
-from quire.runner import head_runner
+from quire.runner import decode_graphs, head_runner, model_runner
 from quire.runner.memory_plan import plan_memory
 
 from . import heads
@@ -89,9 +89,15 @@ def numbers(seed: int, length: int) -> list[int]:
     return torch.randint(3, heads.VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.mark.parametrize("worth_leaving_out", [1, 10**9])
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_a_head_drafts_what_the_paper_says(format_name: str, tmp_path: Path) -> None:
-    """In one chunk and in several, and behind a prefix that was cached."""
+def test_a_head_drafts_what_the_paper_says(
+    format_name: str, worth_leaving_out: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one chunk and in several, and behind a prefix that was cached, whether its last layer leaves out the rows that
+    nothing reads or not."""
+    for module in (decode_graphs, model_runner):
+        monkeypatch.setattr(module, "WORTH_LEAVING_OUT", worth_leaving_out)
     make_head, write_head = FORMATS[format_name]
     head = make_head()
     llm, oracle = make(write_head(tmp_path, head)), Oracle(head)

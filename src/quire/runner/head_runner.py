@@ -19,7 +19,7 @@ class StateReader:
     """A head that reads hidden states from the same memory in each pass, so that its passes can be recorded as a
     model's are."""
 
-    can_record, needs_torch, can_narrow = True, False, False
+    can_record, needs_torch = True, False
 
     def __init__(
         self,
@@ -32,6 +32,7 @@ class StateReader:
         """It reads those of `states` that `rows` names, a row for each token, and `combine` makes one of them; `given`
         keeps the head's own states of the rows whose logits are computed."""
         self._head, self._states, self._combine, self._rows, self._given = head, states, combine, rows, given
+        self.can_narrow = head.can_narrow
 
     def __call__(self, batch: BatchTensors, kv: Sequence[LayerCache]) -> Tensor:
         """As `Model.forward`."""

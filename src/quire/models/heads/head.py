@@ -38,7 +38,6 @@ class DraftHead(Decoder):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, has_head=False)
-        self.can_narrow = False
         shape, head = self.shape(config), _head(config)
         self.width, self.dtype, held = shape.hidden_size, shape.dtype, head.held
         num_targets = config.vocab_size if head.targets is None else len(head.targets)
@@ -160,11 +159,19 @@ class TokenAndStateLayer(PreNormLayer):
         self.hidden_norm = make()
 
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
-        assert x is not None
-        state = self.hidden_norm(residual)
-        x = self.self_attn(beside(self.input_layernorm(x), state), batch, kv)
+        both, state = self._beside(x, residual)
+        x = self.self_attn(both, batch, kv)
         residual = state if self.adds_to_norm else residual
         return self.mlp(self.post_attention_layernorm.add(x, residual), batch), residual
+
+    def write(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> None:
+        self.self_attn.write(self._beside(x, residual)[0], batch, kv)
+
+    def _beside(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads, and its half that is made of the residual."""
+        assert x is not None
+        state = self.hidden_norm(residual)
+        return beside(self.input_layernorm(x), state), state
 
 
 @cache
