@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.common.outputs import AdapterStats, DraftStats, EngineStats, RequestMetrics
+from quire.common.outputs import EngineStats, RequestMetrics
 from quire.config.cache import CacheConfig
 from quire.config.lora import LoRAConfig
 
@@ -93,10 +93,7 @@ _GAUGES: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
 }
 _COUNTERS: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
     "vllm:num_preemptions": ("Preempted requests", lambda s: s.num_preemptions),
-    "vllm:prefix_cache_queries": (
-        "Prompt tokens looked up in the prefix cache",
-        lambda s: s.num_prefix_queried_tokens,
-    ),
+    "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", lambda s: s.num_prefix_queried_tokens),
     "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.num_prefix_hit_tokens),
     "vllm:prompt_tokens": ("Prompt tokens, including cached ones", lambda s: s.num_prompt_tokens),
     "vllm:generation_tokens": ("Tokens generated", lambda s: s.num_generated_tokens),
@@ -105,25 +102,32 @@ _COUNTERS: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
     "quire:prefix_cache_evicted_tokens": ("Cached tokens evicted", lambda s: s.prefix_cache["evicted"]),
     "quire:prefix_cache_spilled_tokens": ("Cached tokens moved to the host tier", lambda s: s.prefix_cache["spilled"]),
 }
-_ADAPTERS: Mapping[str, tuple[str, type[Counter] | type[Gauge], Callable[[AdapterStats], int]]] = {
-    "quire:lora_requests_running": ("Requests that have started, by LoRA adapter", Gauge, lambda a: a.num_running),
-    "quire:lora_requests_waiting": ("Requests that have not started, by LoRA adapter", Gauge, lambda a: a.num_waiting),
-    "quire:lora_prompt_tokens": (
-        "Prompt tokens of requests that have ended, by LoRA adapter", Counter, lambda a: a.num_prompt_tokens,
-    ),
-    "quire:lora_generation_tokens": (
-        "Tokens generated for requests that have ended, by LoRA adapter", Counter, lambda a: a.num_generated_tokens,
-    ),
+_BY_LABEL: Mapping[tuple[str, str], Mapping[str, tuple[str, type[Counter] | type[Gauge], Callable[[Any], int]]]] = {
+    ("lora_name", "adapters"): {
+        "quire:lora_requests_running": ("Requests that have started, by LoRA adapter", Gauge, lambda a: a.num_running),
+        "quire:lora_requests_waiting": (
+            "Requests that have not started, by LoRA adapter", Gauge, lambda a: a.num_waiting,
+        ),
+        "quire:lora_prompt_tokens": (
+            "Prompt tokens of requests that have ended, by LoRA adapter", Counter, lambda a: a.num_prompt_tokens,
+        ),
+        "quire:lora_generation_tokens": (
+            "Tokens generated for requests that have ended, by LoRA adapter", Counter, lambda a: a.num_generated_tokens,
+        ),
+    },
+    ("drafter", "drafts"): {
+        "vllm:spec_decode_num_drafts": (
+            "How often drafts of a sequence were verified", Counter, lambda d: d.num_drafts,
+        ),
+        "vllm:spec_decode_num_draft_tokens": ("Drafts that were verified", Counter, lambda d: d.num_tokens),
+        "vllm:spec_decode_num_accepted_tokens": ("Drafts that were right", Counter, lambda d: d.num_accepted),
+    },
+    ("tenant", "tenant_drafts"): {
+        "quire:tenant_draft_tokens": ("Drafts that were verified, by tenant", Counter, lambda d: d.num_tokens),
+        "quire:tenant_accepted_draft_tokens": ("Drafts that were right, by tenant", Counter, lambda d: d.num_accepted),
+    },
 }  # fmt: skip
-_DRAFTS: Mapping[str, tuple[str, Callable[[DraftStats], int]]] = {
-    "vllm:spec_decode_num_drafts": ("How often drafts of a sequence were verified", lambda d: d.num_drafts),
-    "vllm:spec_decode_num_draft_tokens": ("Drafts that were verified", lambda d: d.num_tokens),
-    "vllm:spec_decode_num_accepted_tokens": ("Drafts that were right", lambda d: d.num_accepted),
-}
-_TENANT_DRAFTS: Mapping[str, tuple[str, Callable[[DraftStats], int]]] = {
-    "quire:tenant_draft_tokens": ("Drafts that were verified, by tenant", lambda d: d.num_tokens),
-    "quire:tenant_accepted_draft_tokens": ("Drafts that were right, by tenant", lambda d: d.num_accepted),
-}
+"""By a label of their own, and the name of what the engine counts for each of its values."""
 _DRAFTS_BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 _DRAFTING_ERRORS = "quire:drafting_errors"
 FINISHED_REASONS = ("stop", "length", "abort", "error")
@@ -167,11 +171,7 @@ class _Live:
 class EngineMetrics:
     """All metrics of an engine since it started. A RequestListener, called by one thread only."""
 
-    def __init__(
-        self,
-        model_name: str,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, model_name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.labels = {"model_name": model_name, "engine": "0"}
         self._clock = clock
         self._live: dict[str, _Live] = {}
@@ -285,19 +285,10 @@ class EngineMetrics:
         if lora is not None:
             now = time.time()
             yield from (Gauge("vllm:lora_requests_info", labels | _lora_info(of, lora), now) for labels, of in engines)
-        for name, (_, metric, read) in _ADAPTERS.items():
-            by_adapter = [
-                (labels, {key: read(counts) for key, counts in of.adapters.items()}) for labels, of in engines
-            ]
-            yield from _split(metric, name, "lora_name", by_adapter)
-        for name, (_, count) in _DRAFTS.items():
-            by_drafter = [(labels, {key: count(drafts) for key, drafts in of.drafts.items()}) for labels, of in engines]
-            yield from _split(Counter, name, "drafter", by_drafter)
-        for name, (_, count) in _TENANT_DRAFTS.items():
-            by_tenant = [
-                (labels, {key: count(drafts) for key, drafts in of.tenant_drafts.items()}) for labels, of in engines
-            ]
-            yield from _split(Counter, name, "tenant", by_tenant)
+        for (label, counted), table in _BY_LABEL.items():
+            for name, (_, metric, read) in table.items():
+                found = [(labels, {key: read(c) for key, c in getattr(of, counted).items()}) for labels, of in engines]
+                yield from _split(metric, name, label, found)
         errors = [(labels, of.drafting_errors) for labels, of in engines]
         yield from _split(Counter, _DRAFTING_ERRORS, "drafter", errors)
         for labels, of in engines:
@@ -333,7 +324,7 @@ def _without_prefix(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
 
 HELP: Mapping[str, str] = {
     **{name: text for table in (_GAUGES, _COUNTERS) for name, (text, _) in table.items()},
-    **{name: text for table in (_ADAPTERS, _DRAFTS, _TENANT_DRAFTS) for name, (text, *_) in table.items()},
+    **{name: text for table in _BY_LABEL.values() for name, (text, *_) in table.items()},
     _DRAFTS_BY_POSITION: "Drafts that were right, by position among the drafts of a sequence, from 0",
     _DRAFTING_ERRORS: "Exceptions that cost drafts and nothing else, by drafter; empty: in no drafter",
     "vllm:lora_requests_info": "LoRA adapters of unfinished requests in the labels; the value is the time",
