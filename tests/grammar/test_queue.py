@@ -43,10 +43,6 @@ class Compiler:
     def __init__(self) -> None:
         self.submitted: list[tuple[StructuredOutputsParams, str, bool]] = []
         self.futures: list[Future] = []
-        self.num_prepared = 0
-
-    def prepare(self) -> None:
-        self.num_prepared += 1
 
     def submit(self, params: StructuredOutputsParams, tenant: str = "", *, jumps: bool = True) -> Compilation:
         self.submitted.append((params, tenant, jumps))
@@ -121,8 +117,6 @@ def test_a_new_grammar_is_compiled_at_once_for_its_tenant(queue):
     group = request("yes", "alice")
     queue.add(group)
     assert queue.compiler.submitted == [(group.params.structured_outputs, "alice", True)]
-    queue.prepare()
-    assert queue.compiler.num_prepared == 1
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ def test_without_grammars_the_library_is_not_loaded() -> None:
     llm, _ = masked_llm(share_compiler=False)
     llm.generate("a", FREE, use_tqdm=False)
     assert llm.engine.grammars.compiler._vocabulary is None
-    llm.engine.grammars.prepare()
+    llm.engine.grammars.compiler.prepare()
     assert llm.engine.grammars.compiler._vocabulary is not None
 
 

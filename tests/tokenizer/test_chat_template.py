@@ -228,7 +228,7 @@ def test_where_templates_are_found(tmp_path: Path, config: Any, files: dict[str,
 
 def test_a_missing_template_says_what_there_is(tmp_path: Path, tokenizer: Tokenizer) -> None:
     bare = Tokenizer.from_path(folder_with(tmp_path))
-    assert not bare.has_chat_template
+    assert not bare.chat_templates
     with pytest.raises(TokenizerError, match="has no chat template: give a template with"):
         bare.apply_chat_template([USER])
     with pytest.raises(TokenizerError, match="has only these chat templates: default"):

@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     if not items:
         raise InvalidPromptError("no prompt was given: use --prompt, --prompts-file or standard input")
     llm, lora = load_llm_and_adapter(options)
-    chat = options.chat or (not options.raw and llm.engine.tokenizer.has_chat_template)
+    chat = options.chat or (not options.raw and bool(llm.engine.tokenizer.chat_templates))
     prompts = [_to_prompt(llm, item, chat) for item in items]
     params = sampling_params(given, llm)
     is_batch = len(prompts) > 1

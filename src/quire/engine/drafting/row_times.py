@@ -35,7 +35,8 @@ class RowTimes:
         self._counts: list[int] = []
         self._last_seen: list[int] = []
         self._last_rows = 0
-        self._pace = 0.0
+        self.pace = 0.0
+        """The seconds of one unit of `shape`; 0 before the first step. Only `observe` changes it."""
         self._num_steps = 0
 
     def observe(self, num_rows: int, seconds: float) -> None:
@@ -44,8 +45,8 @@ class RowTimes:
             return
         self._num_steps += 1
         expected = self.shape(num_rows)
-        self._pace = self._pace or seconds / expected
-        ratio = min(_MOST_OFF, max(1.0 / _MOST_OFF, seconds / (self._pace * expected)))
+        self.pace = self.pace or seconds / expected
+        ratio = min(_MOST_OFF, max(1.0 / _MOST_OFF, seconds / (self.pace * expected)))
         place = bisect_left(self._rows, num_rows)
         if place == len(self._rows) or self._rows[place] != num_rows:
             for of_rows, value in zip(self._columns, (num_rows, expected, 0, 0), strict=True):
@@ -54,15 +55,10 @@ class RowTimes:
             self._counts[place] += 1
             rate = max(_SHAPE_RATE, 1.0 / (1 + self._counts[place]))
             self._shape[place] *= 1.0 + rate * (ratio - 1.0)
-        self._pace *= 1.0 + _PACE_RATE * (ratio - 1.0)
+        self.pace *= 1.0 + _PACE_RATE * (ratio - 1.0)
         self._last_seen[place], self._last_rows = self._num_steps, num_rows
         if self._num_steps % _FORGET_AFTER == 0:
             self._forget()
-
-    @property
-    def pace(self) -> float:
-        """The seconds of one unit of `shape`; 0 before the first step."""
-        return self._pace
 
     @property
     def _columns(self) -> tuple[list[Any], ...]:

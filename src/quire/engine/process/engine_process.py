@@ -385,7 +385,7 @@ def main(descriptor: int) -> None:
             logger.exception("the engine could not be made")
         send(messages.to_frame(messages.StartFailed(type(error).__name__, str(error))))
         return
-    engine.grammars.prepare()
+    engine.grammars.compiler.prepare()
     gc.collect()
     gc.freeze()  # these objects live as long as the engine; examining them would delay a step by a tenth of a second
     liveness.on_loss = lambda: inbox.put(None)  # a rank has ended while there may be nothing to do

@@ -56,10 +56,6 @@ class GrammarQueue:
         """At most `limit` of the waiting requests."""
         return list(islice(chain(self._waiting, self._held), limit))
 
-    def prepare(self) -> None:
-        """Load the libraries that the first grammar needs, which takes up to a second and would delay its step."""
-        self.compiler.prepare()
-
     def add(self, group: SequenceGroup) -> None:
         """Add a new request and compile its grammar as soon as there is memory."""
         self._held[group] = len(msgspec.json.encode(group.params.structured_outputs))

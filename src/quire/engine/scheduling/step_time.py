@@ -29,7 +29,8 @@ class StepTimeModel:
         self._tokens_tokens = 0.0  # Weighted sums of products of deviations from the means.
         self._tokens_s = 0.0
         self._s_s = 0.0
-        self._slope = 0.0
+        self.seconds_per_token = 0.0
+        """The time of one more token; 0 before the first step, then positive."""
         self.fixed_seconds = 0.0
         """The time of a step apart from its tokens; never negative."""
 
@@ -38,7 +39,7 @@ class StepTimeModel:
         if num_tokens < 1:
             return
         seconds = seconds if seconds > _MIN_S else _MIN_S
-        most_s = _CLIP * (self.fixed_seconds + self._slope * num_tokens)
+        most_s = _CLIP * (self.fixed_seconds + self.seconds_per_token * num_tokens)
         if self._num_steps >= _NUM_TRUSTED and seconds > most_s:
             seconds = most_s
         self._num_steps += 1
@@ -63,13 +64,13 @@ class StepTimeModel:
         evidence = self._tokens_tokens + pull
         slope = (self._tokens_s + pull * prior) / evidence if evidence else prior
         least = _MIN_SLOPE * prior
-        self._slope = slope = least if slope < least else prior if slope > prior else slope
+        self.seconds_per_token = slope = least if slope < least else prior if slope > prior else slope
         fixed_s = self._mean_s - slope * self._mean_tokens
         self.fixed_seconds = fixed_s if fixed_s > 0 else 0.0
 
     def predict(self, num_tokens: int) -> float:
         """Return the expected seconds of a step of `num_tokens`; 0 before the first step."""
-        return self.fixed_seconds + self._slope * num_tokens
+        return self.fixed_seconds + self.seconds_per_token * num_tokens
 
     def max_tokens(self, target_s: float) -> int | None:
         """Return the most tokens whose step takes at most `target_s`; 0 if there are none, None before the first step.
@@ -79,10 +80,7 @@ class StepTimeModel:
         """
         if not self._num_steps:
             return None
-        num_tokens = max(0, int(min((target_s - self.fixed_seconds) / self._slope, 2 * self._most_tokens, _MAX_TOKENS)))
+        num_tokens = max(
+            0, int(min((target_s - self.fixed_seconds) / self.seconds_per_token, 2 * self._most_tokens, _MAX_TOKENS))
+        )
         return num_tokens - 1 if num_tokens and self.predict(num_tokens) > target_s else num_tokens  # rounding
-
-    @property
-    def seconds_per_token(self) -> float:
-        """The time of one more token; 0 before the first step, then positive."""
-        return self._slope

@@ -94,22 +94,18 @@ class Admission:
         self._max_num_seqs = max_num_seqs
         self._num_waiting = num_waiting
         self._clock = clock
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # the first was granted or examined longest ago
+        self.tenants: OrderedDict[str, _Tenant] = OrderedDict()
+        """Those that are remembered; the first was granted or examined longest ago."""
         self._last_leave: float | None = None
         self._interval_s = 1.0  # smoothed time between the ends of two requests
         self.num_running = 0
         """Requests that were granted and have not ended."""
         self.num_refused: Counter[str] = Counter()
 
-    @property
-    def num_tenants(self) -> int:
-        """Tenants that are remembered."""
-        return len(self._tenants)
-
     def enter(self, tenant: str) -> Refusal | None:
         """Grant a request (None), or say why not. A refused request changes nothing but `num_refused`."""
         now = self._clock()
-        account = self._tenants.get(tenant) or _Tenant(self._args, now)
+        account = self.tenants.get(tenant) or _Tenant(self._args, now)
         refusal = self._tenant_refusal(account, now) or self._queue_refusal()
         if refusal is not None:
             self.num_refused[refusal.reason] += 1
@@ -124,12 +120,12 @@ class Admission:
     def leave(self, tenant: str, num_tokens: int) -> None:
         """A granted request has ended after using `num_tokens`, those of its prompts and outputs together."""
         now = self._clock()
-        account = self._tenants[tenant]
+        account = self.tenants[tenant]
         account.num_running -= 1
         self.num_running -= 1
         self._charge(account, num_tokens, now)
         if account.is_idle(now):
-            del self._tenants[tenant]
+            del self.tenants[tenant]
         if self._last_leave is not None:
             interval_s = min(now - self._last_leave, MAX_RETRY_AFTER_S)  # an idle hour says nothing about the pace
             self._interval_s += _SMOOTHING * (interval_s - self._interval_s)
@@ -138,7 +134,7 @@ class Admission:
     def charge(self, tenant: str, num_tokens: int) -> None:
         """A tenant's request has used `num_tokens` more after it left, in the background."""
         now = self._clock()
-        account = self._tenants.get(tenant) or _Tenant(self._args, now)
+        account = self.tenants.get(tenant) or _Tenant(self._args, now)
         self._charge(account, num_tokens, now)
         self._remember(tenant, account, now)
 
@@ -149,15 +145,15 @@ class Admission:
 
     def _remember(self, tenant: str, account: _Tenant, now: float) -> None:
         """Store an account, and examine a few others that may be forgotten."""
-        self._tenants[tenant] = account
-        self._tenants.move_to_end(tenant)
-        for _ in range(min(_LOOKS, len(self._tenants))):
-            oldest, candidate = next(iter(self._tenants.items()))
-            num_excess = len(self._tenants) - MAX_TENANTS
+        self.tenants[tenant] = account
+        self.tenants.move_to_end(tenant)
+        for _ in range(min(_LOOKS, len(self.tenants))):
+            oldest, candidate = next(iter(self.tenants.items()))
+            num_excess = len(self.tenants) - MAX_TENANTS
             if not candidate.num_running and (num_excess > 0 or candidate.is_idle(now)):
-                del self._tenants[oldest]
+                del self.tenants[oldest]
             elif candidate.num_running or num_excess < 0:
-                self._tenants.move_to_end(oldest)
+                self.tenants.move_to_end(oldest)
 
     def _tenant_refusal(self, account: _Tenant, now: float) -> Refusal | None:
         args = self._args

@@ -219,11 +219,6 @@ class Tokenizer:
         """Return the tokenizer, without its chat templates, as the text of a tokenizer.json."""
         return str(self._backend.to_str())
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the checkpoint has a chat template."""
-        return bool(self.chat_templates)
-
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
