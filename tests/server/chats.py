@@ -1,5 +1,8 @@
 """A conversation, a tool and a call of it, and streams put together, for tests of chats."""
 
+from quire.server.api.chat.events import UsageEvent
+from quire.server.api.shared.fields import Usage
+
 PATH = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 WEATHER = {
@@ -16,6 +19,11 @@ WEATHER = {
     },
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+
+
+def used(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> UsageEvent:
+    """The event with this usage."""
+    return UsageEvent(Usage.of(prompt_tokens, completion_tokens, cached_tokens))
 
 
 def added_up(chunks):

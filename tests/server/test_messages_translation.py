@@ -14,13 +14,13 @@ from quire.server.api.chat.events import (
     ContentDelta,
     ReasoningDelta,
     ToolCallDelta,
-    UsageEvent,
 )
 from quire.server.api.chat.protocol import ChatCompletionRequest
 from quire.server.api.messages.input import chat_request, prompt_request
 from quire.server.api.messages.protocol import CountTokensRequest, Message, MessagesRequest, ToolUseBlock
 from quire.server.api.messages.stream import Event, MessageBuilder
 from quire.server.http.errors import ApiError
+from tests.server.chats import used
 
 USE = {"type": "tool_use", "id": "t1", "name": "forecast", "input": {"place": "Rome"}}
 
@@ -233,14 +233,14 @@ def kinds(events: Iterable[Event]) -> list[str]:
 
 
 def whole(*events: ChatEvent, reason: Any = "stop", stop: str | int | None = None) -> Message:
-    return stream([*events, ChoiceFinished(0, reason, stop), UsageEvent(10, 5, 4)])[1]
+    return stream([*events, ChoiceFinished(0, reason, stop), used(10, 5, 4)])[1]
 
 
 def test_the_events_of_an_answer_come_in_order() -> None:
     events, message = stream([
-        UsageEvent(10, 1, 4), ReasoningDelta(0, "hm"), ContentDelta(0, "He"), ContentDelta(0, "llo"),
+        used(10, 1, 4), ReasoningDelta(0, "hm"), ContentDelta(0, "He"), ContentDelta(0, "llo"),
         ToolCallDelta(0, 0, "t1", "f", ""), ToolCallDelta(0, 0, None, None, '{"a":1}'),
-        ToolCallDelta(0, 1, "t2", "g", '{"b":[]}'), ChoiceFinished(0, "tool_calls", None), UsageEvent(10, 5, 4),
+        ToolCallDelta(0, 1, "t2", "g", '{"b":[]}'), ChoiceFinished(0, "tool_calls", None), used(10, 5, 4),
     ])  # fmt: skip
     assert kinds(events) == [
         "message_start",
@@ -286,13 +286,13 @@ def test_arguments_that_are_no_object_are_not_taken_for_none(arguments: str) -> 
             st.builds(ContentDelta, st.just(0), st.text(max_size=3)),
             st.builds(ReasoningDelta, st.just(0), st.text(max_size=3)),
             st.builds(ToolCallDelta, st.just(0), st.integers(0, 2), st.just("t"), st.just("f"), st.just("")),
-            st.just(UsageEvent(3, 1, 0)),
+            st.just(used(3, 1, 0)),
         ),
         max_size=12,
     )
 )
 def test_every_block_begins_ends_and_is_apart(chat: list[ChatEvent]) -> None:
-    events, message = stream([*chat, ChoiceFinished(0, "stop", None), UsageEvent(3, 2, 1)])
+    events, message = stream([*chat, ChoiceFinished(0, "stop", None), used(3, 2, 1)])
     opened: int | None = None
     num_blocks = 0
     for event in events[1:-2]:

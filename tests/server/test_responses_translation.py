@@ -15,7 +15,6 @@ from quire.server.api.chat.events import (
     ContentDelta,
     ReasoningDelta,
     ToolCallDelta,
-    UsageEvent,
 )
 from quire.server.api.chat.protocol import ChatCompletionRequest
 from quire.server.api.responses.input import chat_request, check_request, is_response_id, new_id, own_items
@@ -23,6 +22,7 @@ from quire.server.api.responses.protocol import Reasoning, Response, ResponseErr
 from quire.server.api.responses.stream import Event, ResponseBuilder
 from quire.server.api.shared.fields import TokenLogprob
 from quire.server.http.errors import ApiError
+from tests.server.chats import used
 
 LOGPROB = TokenLogprob("a", -0.5, [97], [])
 FORECAST = {"type": "function", "name": "forecast", "parameters": {"type": "object"}}
@@ -279,7 +279,7 @@ def kinds(events: Iterable[Event]) -> list[str]:
     return [event["type"].removeprefix("response.") for event in events]
 
 
-END = [ChoiceFinished(0, "stop", None), UsageEvent(10, 5, 4)]
+END = [ChoiceFinished(0, "stop", None), used(10, 5, 4)]
 
 
 def test_the_events_of_a_text_come_in_order() -> None:
@@ -304,7 +304,7 @@ def test_thoughts_and_calls_are_items_of_their_own() -> None:
     events = [
         ReasoningDelta(0, "hm"), ContentDelta(0, "Let me look."), ToolCallDelta(0, 0, "c1", "forecast", ""),
         ToolCallDelta(0, 0, None, None, '{"a"'), ToolCallDelta(0, 0, None, None, ":1}"),
-        ToolCallDelta(0, 1, "c2", "forecast", "{}"), ChoiceFinished(0, "tool_calls", None), UsageEvent(1, 1, 0),
+        ToolCallDelta(0, 1, "c2", "forecast", "{}"), ChoiceFinished(0, "tool_calls", None), used(1, 1, 0),
     ]  # fmt: skip
     response, sent = run(events)
     assert kinds(sent)[2:-1] == [
@@ -324,7 +324,7 @@ def test_thoughts_and_calls_are_items_of_their_own() -> None:
 
 
 def test_a_text_that_meets_the_limit_is_incomplete() -> None:
-    response, events = run([ContentDelta(0, "Hel"), ChoiceFinished(0, "length", None), UsageEvent(1, 1, 0)])
+    response, events = run([ContentDelta(0, "Hel"), ChoiceFinished(0, "length", None), used(1, 1, 0)])
     assert kinds(events)[-1] == response.status == "incomplete"
     assert response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
@@ -367,7 +367,7 @@ CHAT_EVENTS = st.lists(
 
 @given(CHAT_EVENTS, st.sampled_from(["stop", "length", "tool_calls"]))
 def test_a_stream_says_what_the_response_says(chat: list[ChatEvent], reason: Any) -> None:
-    response, events = run([*chat, ChoiceFinished(0, reason, None), UsageEvent(3, 2, 1)])
+    response, events = run([*chat, ChoiceFinished(0, reason, None), used(3, 2, 1)])
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     whole = msgspec.to_builtins(response)

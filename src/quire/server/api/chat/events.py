@@ -68,19 +68,9 @@ class ChoiceFinished(msgspec.Struct, frozen=True):
 class UsageEvent(msgspec.Struct, frozen=True):
     """Numbers of tokens so far."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    """Prompt tokens that were found in the prefix cache."""
-    predicted: tuple[int, int] = 0, 0
-    """Tokens of the request's prediction that were accepted, and those that were rejected."""
+    usage: Usage
     timings: Timings | None = None
     """Set in the last event only."""
-
-    @property
-    def usage(self) -> Usage:
-        """The same numbers in the form of response bodies."""
-        return Usage.of(self.prompt_tokens, self.completion_tokens, self.cached_tokens, self.predicted)
 
 
 ChoiceEvent: TypeAlias = ContentDelta | ReasoningDelta | ToolCallDelta | ChoiceFinished

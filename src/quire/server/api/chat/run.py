@@ -68,10 +68,10 @@ async def run_chat(
             counts.add(0, output)
             timings = Timings.of(output.metrics) if output.finished else None
             if request.continuous_usage and not output.finished:
-                yield _usage(counts)
+                yield chat.UsageEvent(counts.usage())
             for event in await beside(output, partial(choices.events, output, timings)):
                 yield event
-    yield _usage(counts, timings)
+    yield chat.UsageEvent(counts.usage(), timings)
 
 
 def _max_tokens(model: ServedModel, request: api.ChatCompletionRequest) -> int | None:
@@ -88,7 +88,7 @@ async def make_prompt(model: ServedModel, request: api.ChatCompletionRequest, pl
 async def fold(events: AsyncGenerator[chat.ChatEvent, None], *, id: str, model: str) -> api.ChatCompletion:
     """Fold the events into a whole response, and close them."""
     choices: dict[int, _Fold] = {}
-    usage, prompt = chat.UsageEvent(0, 0, 0), chat.PromptEvent(None, None)
+    usage, prompt = chat.UsageEvent(TokenCounts().usage()), chat.PromptEvent(None, None)
     async with aclosing(events):
         async for event in events:
             match event:
@@ -175,12 +175,6 @@ def _name_fields(names: dict[str, str], request: api.ChatCompletionRequest) -> N
         names.setdefault("max_tokens", "max_completion_tokens")
     if request.top_logprobs is not None:
         names.setdefault("logprobs", "top_logprobs")
-
-
-def _usage(counts: TokenCounts, timings: Timings | None = None) -> chat.UsageEvent:
-    return chat.UsageEvent(
-        counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens, counts.predicted, timings
-    )
 
 
 def _num_logprobs(request: api.ChatCompletionRequest) -> int | None:

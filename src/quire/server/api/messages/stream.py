@@ -6,6 +6,7 @@ import msgspec
 
 from quire.server.api.chat import events as chat
 from quire.server.api.messages.protocol import Message, MessageUsage, StopReason, TextBlock, ThinkingBlock, ToolUseBlock
+from quire.server.api.shared.fields import Usage
 from quire.server.api.tools import arguments_of
 
 Event = dict[str, Any]
@@ -27,7 +28,7 @@ class MessageBuilder:
         """The open block as it began."""
         self._texts: list[str] = []
         """The texts of its deltas."""
-        self._usage: chat.UsageEvent | None = None
+        self._usage: Usage | None = None
         self._pending: list[chat.ChatEvent] = []
         self._finish: chat.ChoiceFinished | None = None
         self._called = False
@@ -35,7 +36,7 @@ class MessageBuilder:
     def feed(self, event: chat.ChatEvent) -> list[Event]:
         """The stream's events for one event of the chat. None are sent before the first usage is known."""
         if isinstance(event, chat.UsageEvent):
-            self._usage = event
+            self._usage = event.usage
         elif self._usage is None:
             self._pending.append(event)
             return []
@@ -116,11 +117,8 @@ def _block(block: Event, text: str) -> TextBlock | ThinkingBlock | ToolUseBlock:
     return ToolUseBlock(block["id"], block["name"], arguments_of(text))
 
 
-def _usage(usage: chat.UsageEvent | None) -> MessageUsage:
+def _usage(usage: Usage | None) -> MessageUsage:
     if usage is None:
         return MessageUsage(0, 0)
-    return MessageUsage(
-        input_tokens=usage.prompt_tokens - usage.cached_tokens,
-        output_tokens=usage.completion_tokens,
-        cache_read_input_tokens=usage.cached_tokens,
-    )
+    num_cached = usage.prompt_tokens_details.cached_tokens
+    return MessageUsage(usage.prompt_tokens - num_cached, usage.completion_tokens, num_cached)

@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.server.api.chat import events as chat
 from quire.server.api.ollama import protocol as api
-from quire.server.api.shared.fields import Timings, TokenLogprob
+from quire.server.api.shared.fields import Timings, TokenLogprob, Usage
 from quire.server.api.tools import arguments_of
 
 
@@ -48,7 +48,7 @@ class AnswerBuilder:
         self._is_chat = is_chat
         self._calls: dict[int, tuple[str, str, list[str]]] = {}
         self._finish_reason = "stop"
-        self._usage = chat.UsageEvent(0, 0, 0)
+        self._usage = chat.UsageEvent(Usage.of(0, 0, 0))
         self._token_ids: list[int] = []
 
     async def stream(self, events: AsyncGenerator[chat.ChatEvent, None]) -> AsyncGenerator[api.Answer, None]:
@@ -77,8 +77,8 @@ class AnswerBuilder:
         timings = self._usage.timings or Timings(None, None, None, None)
         answer.total_duration = _ns(time.monotonic() - self._start_s)
         answer.load_duration = _ns(self._load_s)
-        answer.prompt_eval_count, answer.prompt_eval_duration = self._usage.prompt_tokens, _ns(timings.prefill_s)
-        answer.eval_count, answer.eval_duration = self._usage.completion_tokens, _ns(timings.decode_s)
+        answer.prompt_eval_count, answer.prompt_eval_duration = self._usage.usage.prompt_tokens, _ns(timings.prefill_s)
+        answer.eval_count, answer.eval_duration = self._usage.usage.completion_tokens, _ns(timings.decode_s)
         if isinstance(answer, api.GenerateAnswer):
             answer.context = self._token_ids
         return answer

@@ -12,6 +12,7 @@ import msgspec
 
 from quire.server.api.chat import events as chat
 from quire.server.api.responses import protocol as api
+from quire.server.api.shared.fields import Usage
 
 Event = dict[str, Any]
 TEXT, REASONING, CALL = "output_text", "reasoning_text", "function_call_arguments"
@@ -47,7 +48,7 @@ class ResponseBuilder:
         self._new_id = new_id
         self._open: _Open | None = None
         self._finish: chat.ChoiceFinished | None = None
-        self._usage: chat.UsageEvent | None = None
+        self._usage: Usage | None = None
         self._pending_logprobs: list[Any] = []
         self._num_events = 0
 
@@ -68,7 +69,7 @@ class ResponseBuilder:
             case chat.ChoiceFinished():
                 self._finish = event
             case chat.UsageEvent():
-                self._usage = event
+                self._usage = event.usage
         return []
 
     @property
@@ -189,11 +190,11 @@ def _item(opened: _Open, status: api.ItemStatus) -> api.OutputItem:
     return api.FunctionCall(opened.id, opened.call_id, opened.name, opened.text, status)
 
 
-def _usage(usage: chat.UsageEvent, num_reasoning_tokens: int) -> api.ResponseUsage:
+def _usage(usage: Usage, num_reasoning_tokens: int) -> api.ResponseUsage:
     return api.ResponseUsage(
         input_tokens=usage.prompt_tokens,
-        input_tokens_details=api.InputTokensDetails(usage.cached_tokens),
+        input_tokens_details=api.InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
         output_tokens=usage.completion_tokens,
         output_tokens_details=api.OutputTokensDetails(num_reasoning_tokens),
-        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        total_tokens=usage.total_tokens,
     )
