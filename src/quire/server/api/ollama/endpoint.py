@@ -13,7 +13,7 @@ from quire.server.api.chat.protocol import ChatCompletionRequest
 from quire.server.api.chat.run import make_prompt, run_chat
 from quire.server.api.ollama import protocol as api
 from quire.server.api.ollama.input import FIELD_NAMES, chat_of_chat, chat_of_generate, keep_alive_s
-from quire.server.api.ollama.stream import AnswerBuilder, Part
+from quire.server.api.ollama.stream import AnswerBuilder
 from quire.server.api.shared.sampling import check_generates
 from quire.server.http import sse
 from quire.server.http.bodies import read_struct
@@ -49,13 +49,13 @@ async def _answer(
     kept_s = entry.keep_alive_s if body.keep_alive is None else keep_alive_s(body.keep_alive)
     if chat is None and body.keep_alive is not None and kept_s == 0:
         await pool.unload(entry)
-        return json_response(AnswerBuilder(body.model, began_s, 0, is_chat=is_chat).done(Part(), "unload"))
+        return json_response(AnswerBuilder(body.model, began_s, 0, is_chat=is_chat).done(reason="unload"))
     model = await use_model(request, body.model)
     if body.keep_alive is not None:
         pool.set_keep_alive(entry, kept_s)
     builder = AnswerBuilder(body.model, context.start_s, time.monotonic() - began_s, is_chat=is_chat)
     if chat is None:
-        return json_response(builder.done(Part(), "load"))
+        return json_response(builder.done(reason="load"))
     check_generates(model, "/api/embed")
     prompt = await _prompt(model, body, chat) if isinstance(body, api.GenerateRequest) else None
     events = run_chat(model, chat, f"ollama-{context.request_id}", request, prompt)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,22 +19,10 @@ from quire.server.api.tools import arguments_of
 class Part:
     """What an answer, or a part of one, contains."""
 
-    content: list[str] = field(default_factory=list)
-    thinking: list[str] = field(default_factory=list)
+    content: str = ""
+    thinking: str = ""
     calls: list[api.Call] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-
-    def add(self, other: Part) -> None:
-        """Append another part."""
-        self.content += other.content
-        self.thinking += other.thinking
-        self.calls += other.calls
-        self.logprobs += other.logprobs
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to send."""
-        return not ("".join(self.content) or "".join(self.thinking) or self.calls or self.logprobs)
 
 
 class AnswerBuilder:
@@ -56,21 +44,19 @@ class AnswerBuilder:
         async with aclosing(events):
             async for event in events:
                 part = self._part(event)
-                if not part.is_empty:
-                    yield self._object(part)
-        yield self.done(Part())
+                if part != Part():
+                    yield self._object([part])
+        yield self.done()
 
     async def fold(self, events: AsyncGenerator[chat.ChatEvent, None]) -> api.Answer:
         """The whole answer."""
-        whole = Part()
         async with aclosing(events):
-            async for event in events:
-                whole.add(self._part(event))
-        return self.done(whole)
+            parts = [self._part(event) async for event in events]
+        return self.done(parts)
 
-    def done(self, part: Part, reason: str | None = None) -> api.Answer:
+    def done(self, parts: Sequence[Part] = (), reason: str | None = None) -> api.Answer:
         """The last object; with a `reason` that of a request that generated nothing."""
-        answer = self._object(part)
+        answer = self._object(parts)
         answer.done, answer.done_reason = True, reason or self._finish_reason
         if reason is not None:
             return answer
@@ -89,9 +75,9 @@ class AnswerBuilder:
                 self._token_ids += event.token_ids or []
             case chat.ContentDelta():
                 self._token_ids += event.token_ids or []
-                return Part(content=[event.text], logprobs=event.logprobs or [])
+                return Part(event.text, logprobs=event.logprobs or [])
             case chat.ReasoningDelta():
-                return Part(thinking=[event.text])
+                return Part(thinking=event.text)
             case chat.ToolCallDelta():
                 call = self._calls.setdefault(event.tool_index, (event.id or "", event.name or "", []))
                 call[2].append(event.arguments)
@@ -102,14 +88,15 @@ class AnswerBuilder:
                 self._usage = event
         return Part()
 
-    def _object(self, part: Part) -> api.Answer:
-        content, thinking = "".join(part.content), "".join(part.thinking) or None
+    def _object(self, parts: Sequence[Part]) -> api.Answer:
+        content, thinking = "".join([p.content for p in parts]), "".join([p.thinking for p in parts]) or None
+        logprobs = [logprob for part in parts for logprob in part.logprobs] or None
         common: dict[str, Any] = {
-            "model": self._model, "created_at": rfc3339(time.time()), "done": False, "logprobs": part.logprobs or None,
+            "model": self._model, "created_at": rfc3339(time.time()), "done": False, "logprobs": logprobs,
         }  # fmt: skip
         if not self._is_chat:
             return api.GenerateAnswer(response=content, thinking=thinking, **common)
-        calls = part.calls or None
+        calls = [call for part in parts for call in part.calls] or None
         message = api.OutputMessage(role="assistant", content=content, thinking=thinking, tool_calls=calls)
         return api.ChatAnswer(message=message, **common)
 
