@@ -44,15 +44,10 @@ from quire.interfaces.async_llm.engine_client import EngineClient
 from quire.interfaces.launch.link import ProcessLink
 from quire.server.api.chat.events import ContentDelta, ReasoningDelta
 from quire.server.api.chat.protocol import Tool, ToolChoice
-from quire.server.api.tools import (
-    REASONING_FORMATS,
-    TOOL_FORMATS,
-    ForcedTools,
-    OutputParser,
-    Parsed,
-    check_tools,
-    tool_choice_structure,
-)
+from quire.server.api.tools.choice import check_tools, tool_choice_structure
+from quire.server.api.tools.formats import REASONING_FORMATS, TOOL_FORMATS
+from quire.server.api.tools.output_parser import ForcedTools, OutputParser
+from quire.server.api.tools.parsed import Parsed
 from quire.server.http import sse
 from quire.server.http.protocol import limited_protocol
 from reliability import fuzz_files, fuzz_gguf, fuzz_packed, fuzz_requests, fuzz_vocabularies

@@ -18,7 +18,7 @@ import uvicorn
 import quire
 from quire.common import faults
 from quire.common.faults import Fault
-from quire.server.api.tools import TOOL_FORMATS
+from quire.server.api.tools.formats import TOOL_FORMATS
 from tests.forks import Forked, children_of, run_quire
 from tests.server.in_process import saying
 

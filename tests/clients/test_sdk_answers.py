@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import pytest
 from pydantic import BaseModel
 
-from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
+from quire.server.api.tools.formats import REASONING_FORMATS, TOOL_FORMATS
 from tests.server.in_process import Server, saying
 
 openai = pytest.importorskip("openai")

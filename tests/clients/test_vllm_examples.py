@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from quire import kernels
-from quire.server.api.tools import REASONING_FORMATS
+from quire.server.api.tools.formats import REASONING_FORMATS
 from tests.clients.served import Served, quire_serve, saying_server
 from tests.clients.vllm_examples import FOLDER, MODEL, NOT_RUN, POOLING, require_examples, source_of
 

@@ -11,7 +11,7 @@ import pytest
 import quire
 from quire import LLM
 from quire.common.errors import RequestError, TokenizerError
-from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
+from quire.server.api.tools.formats import REASONING_FORMATS, TOOL_FORMATS
 from tests.clients.served import quire_serve
 from tests.hostile.target import CHAT, COMPLETIONS, MESSAGES, PATIENCE, Target
 from tests.server.in_process import saying

@@ -7,7 +7,8 @@ import pytest
 
 from quire.common.params import StructuredOutputsParams
 from quire.server.api.chat.protocol import Tool
-from quire.server.api.tools import TOOL_FORMATS, calls_or_content
+from quire.server.api.tools.choice import calls_or_content
+from quire.server.api.tools.formats import TOOL_FORMATS
 from tests.server.chats import CALL, HELLO, PATH, WEATHER, added_up, same_ids
 from tests.server.in_process import saying
 

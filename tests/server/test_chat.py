@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.common.errors import ConfigError, TokenizerError
-from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
+from quire.server.api.tools.formats import REASONING_FORMATS, TOOL_FORMATS
 from quire.server.config import ServerArgs
 from tests.effort import examples
 from tests.scripted_engine import recital, scripted_llm

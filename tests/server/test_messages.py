@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
+from quire.server.api.tools.formats import REASONING_FORMATS, TOOL_FORMATS
 from tests.server.in_process import Answer, Server, saying
 
 URL = "/v1/messages"

@@ -18,7 +18,7 @@ from quire.config.args import EngineArgs
 from quire.server.api.ollama.input import keep_alive_s
 from quire.server.api.ollama.models import _pull, _shown
 from quire.server.api.ollama.protocol import PullStatus
-from quire.server.api.tools import TOOL_FORMATS
+from quire.server.api.tools.formats import TOOL_FORMATS
 from quire.server.app import ROUTES, make_app
 from quire.server.config import ServerArgs
 from quire.server.http.errors import ApiError
@@ -169,7 +169,7 @@ def test_tool_calls_are_objects() -> None:
 
 def test_thinking_is_apart_and_can_be_left_out() -> None:
     server = saying("<think>Well.</think>Yes.", args=None)
-    from quire.server.api.tools import choose_reasoning_format
+    from quire.server.api.tools.formats import choose_reasoning_format
 
     server.model.reasoning_format = choose_reasoning_format("think", None)
     message = server.post("/api/chat", CHAT | {"stream": False, "think": True}).json["message"]

@@ -10,7 +10,7 @@ from quire.server.api.responses import references
 from quire.server.api.responses.endpoint import stored_responses
 from quire.server.api.responses.protocol import InputItem
 from quire.server.api.responses.references import read_references
-from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
+from quire.server.api.tools.formats import REASONING_FORMATS, TOOL_FORMATS
 from quire.server.config import ServerArgs
 from quire.server.http.errors import ApiError
 from tests.server.in_process import Server

@@ -11,7 +11,7 @@ import pytest
 
 from quire.server.api.responses import run
 from quire.server.api.responses.endpoint import stored_responses
-from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
+from quire.server.api.tools.formats import REASONING_FORMATS, TOOL_FORMATS
 from quire.server.config import ServerArgs
 from quire.server.http.state import RequestContext, context_of
 from tests.server.in_process import Server

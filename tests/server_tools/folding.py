@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from itertools import count, pairwise
 
 from quire.server.api.chat.events import ContentDelta, ReasoningDelta, ToolCallDelta
-from quire.server.api.tools import OutputParser
+from quire.server.api.tools.output_parser import OutputParser
 
 
 @dataclass

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS, ForcedTools, OutputParser
+from quire.server.api.tools.formats import REASONING_FORMATS, TOOL_FORMATS
+from quire.server.api.tools.output_parser import ForcedTools, OutputParser
 
 from .folding import cut, parse
 

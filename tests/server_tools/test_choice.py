@@ -8,7 +8,8 @@ from jsonschema import Draft202012Validator
 
 from quire.common.errors import InvalidParamsError
 from quire.server.api.chat.protocol import ChatCompletionRequest, FunctionDefinition, Tool
-from quire.server.api.tools import ForcedTools, allowed_tools, check_tools, forced_tools, tool_choice_structure
+from quire.server.api.tools.choice import allowed_tools, check_tools, forced_tools, tool_choice_structure
+from quire.server.api.tools.output_parser import ForcedTools
 from quire.text.grammar.source import library_grammar
 
 

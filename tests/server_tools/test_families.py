@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.server.api.chat.events import ContentDelta, ToolCallDelta
-from quire.server.api.tools import (
+from quire.server.api.tools.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
-    OutputParser,
     choose_reasoning_format,
     choose_tool_format,
     shows_special_tokens,
 )
+from quire.server.api.tools.output_parser import OutputParser
 from quire.server.config import REASONING_PARSERS, TOOL_PARSERS
 
 from .folding import cut, parse

@@ -7,17 +7,15 @@ import pytest
 
 from quire.common.errors import ConfigError
 from quire.server.api.chat.events import ContentDelta, ToolCallDelta
-from quire.server.api.tools import (
+from quire.server.api.tools.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
-    ForcedTools,
-    OutputParser,
     ReasoningFormat,
     choose_reasoning_format,
     choose_tool_format,
-    new_call_id,
     shows_special_tokens,
 )
+from quire.server.api.tools.output_parser import ForcedTools, OutputParser, new_call_id
 
 from .folding import parse
 

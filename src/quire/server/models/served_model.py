@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.common.lora import KnownAdapter
-from quire.server.api.tools import ReasoningFormat, ToolFormat, choose_reasoning_format, choose_tool_format
+from quire.server.api.tools.formats import ReasoningFormat, ToolFormat, choose_reasoning_format, choose_tool_format
 from quire.server.config import ServerArgs
 from quire.text.chat_template.template import compile_chat_template
 

@@ -15,16 +15,16 @@ from quire.server.api.chat.protocol import ChatCompletionRequest
 from quire.server.api.shared.fields import Timings
 from quire.server.api.shared.generation import chat_logprobs, prompt_logprobs
 from quire.server.api.shared.sampling import content_format, structure
-from quire.server.api.tools import (
-    OutputParser,
+from quire.server.api.tools.choice import (
     allowed_tools,
-    argument_schemas,
     calls_or_content,
     check_tools,
     forced_tools,
-    shows_special_tokens,
     tool_choice_structure,
 )
+from quire.server.api.tools.formats import shows_special_tokens
+from quire.server.api.tools.output_parser import OutputParser
+from quire.server.api.tools.schemas import argument_schemas
 from quire.server.http.errors import invalid
 from quire.server.models.served_model import ServedModel
 from quire.text.tokenizer.token_decoder import TextStream

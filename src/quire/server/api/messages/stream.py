@@ -7,7 +7,7 @@ import msgspec
 from quire.server.api.chat import events as chat
 from quire.server.api.messages.protocol import Message, MessageUsage, StopReason, TextBlock, ThinkingBlock, ToolUseBlock
 from quire.server.api.shared.fields import Usage
-from quire.server.api.tools import arguments_of
+from quire.server.api.tools.json_text import arguments_of
 
 Event = dict[str, Any]
 _STOP_REASONS: dict[str, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

@@ -26,7 +26,7 @@ from quire.config.model import ModelConfig
 from quire.server.api.ollama import protocol as api
 from quire.server.api.ollama.stream import rfc3339
 from quire.server.api.tokens.protocol import Version
-from quire.server.api.tools import choose_reasoning_format, choose_tool_format
+from quire.server.api.tools.formats import choose_reasoning_format, choose_tool_format
 from quire.server.config import ServerArgs
 from quire.server.http import sse
 from quire.server.http.bodies import read_struct

@@ -12,7 +12,7 @@ from typing import Any
 from quire.server.api.chat import events as chat
 from quire.server.api.ollama import protocol as api
 from quire.server.api.shared.fields import Timings, TokenLogprob, Usage
-from quire.server.api.tools import arguments_of
+from quire.server.api.tools.json_text import arguments_of
 
 
 @dataclass(slots=True)
