@@ -59,16 +59,16 @@ STRUCTURES: dict[str, StructuredOutputsParams] = {
 def measure(compiler: GrammarCompiler, params: StructuredOutputsParams, vocab_size: int) -> dict[str, float]:
     """Return times in microseconds, or in milliseconds if the name says ms."""
     start_s = time.perf_counter()
-    compiler.submit(params).future.result()
+    compiler.submit(params).result()
     figures = {"compile_ms": (time.perf_counter() - start_s) * 1e3}
     start_s = time.perf_counter()
-    compiler.submit(params).future.result()
+    compiler.submit(params).result()
     figures["again_ms"] = (time.perf_counter() - start_s) * 1e3
     mask_s: list[float] = []
     commit_s: list[float] = []
     num_forced = 0
     for seed in range(NUM_WALKS):
-        rng, state = np.random.default_rng(seed), compiler.submit(params).future.result()
+        rng, state = np.random.default_rng(seed), compiler.submit(params).result()
         num_tokens = 0
         while num_tokens < MAX_TOKENS and not state.is_finished:
             start_s = time.perf_counter()
@@ -106,7 +106,7 @@ def main() -> None:
     vocab_size = args.vocab_size or tokenizer.vocab_size
     compiler = GrammarCompiler(tokenizer, vocab_size, [tokenizer.eos_token_id or 0])
     start_s = time.perf_counter()
-    compiler.submit(StructuredOutputsParams(regex="a")).future.result()
+    compiler.submit(StructuredOutputsParams(regex="a")).result()
     print(f"{vocab_size} tokens; loading the library and the vocabulary once: {time.perf_counter() - start_s:.2f} s\n")
     print("| structure | compile ms | again ms | mask us: mean, p99, max | commit us | forced | 1 row | 64 rows |")
     print("|---|---|---|---|---|---|---|---|")

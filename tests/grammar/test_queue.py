@@ -47,7 +47,7 @@ class Compiler:
     def submit(self, params: StructuredOutputsParams, tenant: str = "", *, jumps: bool = True) -> Compilation:
         self.submitted.append((params, tenant, jumps))
         self.futures.append(Unfinished())
-        return Compilation(self.futures[-1])
+        return self.futures[-1]
 
     @property
     def choices(self) -> list[str]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.common.errors import InvalidParamsError
 from quire.common.params import StructuredOutputsParams
-from quire.text.grammar.compiler import Compilation, GrammarCompiler
+from quire.text.grammar.compiler import Compilation, GrammarCompiler, rejection
 from quire.text.grammar.source import num_beginnings
 from quire.text.grammar.state import GrammarState, MaskShape
 from tests.effort import examples
@@ -26,9 +26,9 @@ def compiler() -> GrammarCompiler:
 
 def start(compiler: GrammarCompiler, **structure: object) -> GrammarState:
     compilation: Compilation = compiler.submit(StructuredOutputsParams(**structure))
-    compilation.future.exception(timeout=60)
-    assert compilation.error is None, compilation.error
-    return compilation.state
+    compilation.exception(timeout=60)
+    assert rejection(compilation) is None, rejection(compilation)
+    return compilation.result()
 
 
 def allowed(state: GrammarState, vocab_size: int = 8192) -> list[int]:
@@ -149,12 +149,12 @@ def test_a_trial_is_remembered_and_the_memory_is_bounded(monkeypatch) -> None:
     first = StructuredOutputsParams(json={"title": "first", "type": "object"})
     for i in range(50):
         other = compiler.submit(StructuredOutputsParams(json={"title": str(i), "type": "object"}))
-        assert compiler.submit(first).future.result(30).error is None
-        assert other.future.result(30).error is None
+        assert compiler.submit(first).result(30).error is None
+        assert other.result(30).error is None
         assert len(compiler._verdicts) <= 20
     assert trials.num_trials == 51  # asked for again and again, the first stays
     monkeypatch.setattr("quire.text.grammar.compiler.MAX_VERDICT_BYTES", 1000)
-    compiler.submit(StructuredOutputsParams(regex="x" * 800)).future.result(30)
+    compiler.submit(StructuredOutputsParams(regex="x" * 800)).result(30)
     assert len(compiler._verdicts) == 1
 
 
@@ -195,7 +195,7 @@ def test_only_lists_of_texts_are_counted(structure) -> None:
 def test_what_is_compiled_is_shared_where_it_stays_small(compiler, num_texts, is_shared) -> None:
     texts = [f"{i} squared is {i * i}" for i in range(num_texts)]
     params = StructuredOutputsParams(choice=texts)
-    first, second = (compiler.submit(params, jumps=jumps).future.result(30) for jumps in (True, False))
+    first, second = (compiler.submit(params, jumps=jumps).result(30) for jumps in (True, False))
     assert (first.jumps, second.jumps) == (True, False)
     verdict = compiler._verdicts[msgspec.json.encode(params)]
     assert (verdict.start is not None) == is_shared
@@ -210,7 +210,7 @@ def test_the_vocabulary_can_be_given_beforehand() -> None:
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, ())
     compiler.prepare()
     known = compiler._vocabulary
-    compiler.submit(StructuredOutputsParams(regex="a")).future.result(30)
+    compiler.submit(StructuredOutputsParams(regex="a")).result(30)
     assert known is not None
     assert compiler._vocabulary is known
 
@@ -221,10 +221,10 @@ def test_what_failed_is_tried_again() -> None:
     params = StructuredOutputsParams(regex="x{3")
     compilations = [compiler.submit(params) for _ in range(9)]
     for compilation in compilations:
-        assert "regex is rejected" in str(compilation.future.exception(30))
+        assert "regex is rejected" in str(compilation.exception(30))
     assert trials.num_trials <= 2, "one for each thread: the others had been asked for before these had ended"
     num_trials = trials.num_trials
-    assert compiler.submit(params).future.exception(30) is not None
+    assert compiler.submit(params).exception(30) is not None
     assert trials.num_trials == num_trials + 1
 
 
@@ -239,8 +239,8 @@ def test_a_tokenizer_that_the_library_cannot_take() -> None:
     compiler = GrammarCompiler(Odd(), 10, ())
     compiler.prepare()  # complains of nothing: no grammar is asked for yet
     compilation = compiler.submit(StructuredOutputsParams(regex="a"))
-    assert isinstance(compilation.future.exception(timeout=60), InvalidParamsError)
-    assert "tokenizer" in compilation.error
+    assert isinstance(compilation.exception(timeout=60), InvalidParamsError)
+    assert "tokenizer" in (rejection(compilation) or "")
 
 
 @pytest.mark.parametrize("jumps", [False, True])

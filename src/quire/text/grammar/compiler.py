@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import LifoQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -39,38 +39,21 @@ _WORDS = "[a-z]{1,10}"
 not change masks."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Compilation:
-    """The compilation of one grammar, running or finished."""
+Compilation: TypeAlias = Future[GrammarState]
+"""The compilation of one grammar, running or finished, to the start state of a new sequence."""
 
-    future: Future[GrammarState]
 
-    @property
-    def is_done(self) -> bool:
-        """Whether it has finished, so that `state` and `error` can be read."""
-        return self.future.done()
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether it has started, and no longer waits for other grammars."""
-        return self.future.running() or self.future.done()
-
-    @property
-    def error(self) -> str | None:
-        """Why the grammar was rejected; None if it was not."""
-        if self.future.cancelled():
-            return "the compilation was cancelled, because its request ended"
-        error = self.future.exception()
-        if isinstance(error, InvalidParamsError):
-            return str(error)
-        if error is None or isinstance(error, Exception):
-            return None
-        return f"the grammar could not be compiled: {type(error).__name__}: {error}"[:400]  # the library panicked
-
-    @property
-    def state(self) -> GrammarState:
-        """The start state of a new sequence. Raises the error if compilation failed for an internal reason."""
-        return self.future.result()
+def rejection(compilation: Compilation) -> str | None:
+    """Why the grammar of a finished compilation was rejected; None if it was not. Then its result is the state, or an
+    internal error."""
+    if compilation.cancelled():
+        return "the compilation was cancelled, because its request ended"
+    error = compilation.exception()
+    if isinstance(error, InvalidParamsError):
+        return str(error)
+    if error is None or isinstance(error, Exception):
+        return None
+    return f"the grammar could not be compiled: {type(error).__name__}: {error}"[:400]  # the library panicked
 
 
 @dataclass(slots=True)
@@ -123,7 +106,7 @@ class GrammarCompiler:
         """
         self._num_submitted += 1
         task = partial(self._compile, params, self._num_submitted, jumps)
-        return Compilation(self._threads.submit(tenant, task))
+        return self._threads.submit(tenant, task)
 
     def prepare(self) -> None:
         """Pass the vocabulary to the library now, because it holds Python's lock for almost a second (150,000 tokens).
