@@ -245,7 +245,7 @@ def test_reasoning_formats_are_chosen_by_name_template_or_tags():
     assert choose_reasoning_format("auto", "{{ content.split('</think>')[-1] }}") == THINK
     assert choose_reasoning_format("auto", "[THINK] [/THINK]") == REASONING_FORMATS["mistral"]
     assert choose_reasoning_format("auto", "plain") is choose_reasoning_format("none", "</think>") is None
-    assert choose_reasoning_format("<a>...</a>", None) == ReasoningFormat("<a>", "</a>")
+    assert choose_reasoning_format("<a>...</a>", None) == ReasoningFormat(("<a>",), ("</a>",))
 
 
 @pytest.mark.parametrize("choice", ["thinks", "...", "<a>...", "<a>...<a>", ""])

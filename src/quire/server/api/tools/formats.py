@@ -39,11 +39,9 @@ class ToolFormat:
 class ReasoningFormat:
     """The tags around a model's reasoning at the beginning of its output."""
 
-    start: str = "<think>"
-    end: str = "</think>"
-    more_starts: tuple[str, ...] = ()
-    """Other forms of the first tag."""
-    more_ends: tuple[str, ...] = ()
+    starts: tuple[str, ...] = ("<think>",)
+    """All forms of the first tag, the usual one first."""
+    ends: tuple[str, ...] = ("</think>",)
     answer: tuple[str, ...] = ()
     """The two tags that may be around the answer, too."""
     has_channels: bool = False
@@ -55,24 +53,10 @@ class ReasoningFormat:
     header: str = ""
     """Where the prompt ends within a message: the message's header."""
 
-    def __post_init__(self) -> None:
-        if not self.start.strip() or not self.end.strip() or self.start == self.end:
-            raise ConfigError(f"the reasoning tags {self.start!r} and {self.end!r} must be different and not blank")
-
-    @property
-    def starts(self) -> tuple[str, ...]:
-        """All forms of the first tag."""
-        return self.start, *self.more_starts
-
-    @property
-    def ends(self) -> tuple[str, ...]:
-        """All forms of the last tag."""
-        return self.end, *self.more_ends
-
     @property
     def signs(self) -> tuple[str, ...]:
         """The chat templates of models that write this format have all of these."""
-        return (self.start,) if self.has_channels else (self.end, *self.answer)
+        return self.starts if self.has_channels else (self.ends[0], *self.answer)
 
     def after(self, prompt: str) -> ReasoningFormat:
         """Return the format of an answer to `prompt`, of which only the end matters."""
@@ -190,18 +174,17 @@ _TOOL_FORMATS = (
 TOOL_FORMATS = {tool_format.name: tool_format for tool_format in _TOOL_FORMATS}
 """By name, in the order in which a chat template is compared with their signs."""
 REASONING_FORMATS = {
-    "gpt_oss": ReasoningFormat(f"{CHANNEL}analysis{MESSAGE}", "<|end|>", has_channels=True),
-    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
-    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "gpt_oss": ReasoningFormat((f"{CHANNEL}analysis{MESSAGE}",), ("<|end|>",), has_channels=True),
+    "seed_oss": ReasoningFormat(("<seed:think>",), ("</seed:think>",)),
+    "mistral": ReasoningFormat(("[THINK]",), ("[/THINK]",)),
     "cohere_command4": ReasoningFormat(
-        "<|START_THINKING|>", "<|END_THINKING|>", answer=("<|START_TEXT|>", "<|END_TEXT|>")
+        ("<|START_THINKING|>",), ("<|END_THINKING|>",), answer=("<|START_TEXT|>", "<|END_TEXT|>")
     ),
     "cohere_command3": ReasoningFormat(
-        "<|START_THINKING|>", "<|END_THINKING|>", answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+        ("<|START_THINKING|>",), ("<|END_THINKING|>",), answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
     ),
     "granite": ReasoningFormat(
-        "Here is my thought process:", "Here is my response:",
-        more_starts=("Here's my thought process:",), more_ends=("Here's my response:",),
+        ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
     ),
     "ernie45": ReasoningFormat(answer=("<response>", "</response>")),
     "hunyuan_a13b": ReasoningFormat(answer=("<answer>", "</answer>")),
@@ -241,7 +224,9 @@ def choose_reasoning_format(choice: str, chat_template: str | None) -> Reasoning
         raise ConfigError(
             f"reasoning_parser={choice!r}: must be auto, none, {', '.join(REASONING_FORMATS)} or START...END"
         )
-    return ReasoningFormat(start, end)
+    if not start.strip() or not end.strip() or start == end:
+        raise ConfigError(f"the reasoning tags {start!r} and {end!r} must be different and not blank")
+    return ReasoningFormat((start,), (end,))
 
 
 def shows_special_tokens(
