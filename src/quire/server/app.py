@@ -32,25 +32,9 @@ from quire.server.page import endpoint as page
 Wrap: TypeAlias = Callable[[ASGIApp, Endpoint], ASGIApp]
 """Wraps one endpoint in middleware, such as authentication."""
 
-ROUTES: tuple[Endpoint, ...] = (
-    *completions.ENDPOINTS,
-    *chat.ENDPOINTS,
-    *responses.ENDPOINTS,
-    *messages.ENDPOINTS,
-    *ollama.ENDPOINTS,
-    *ollama_embed.ENDPOINTS,
-    *ollama_models.ENDPOINTS,
-    *models.ENDPOINTS,
-    *vectors.ENDPOINTS,
-    *cohere.ENDPOINTS,
-    *scores.ENDPOINTS,
-    *tokens.ENDPOINTS,
-    *health.ENDPOINTS,
-    *admin.ENDPOINTS,
-    *adapters.ENDPOINTS,
-    *debug.ENDPOINTS,
-    *page.ENDPOINTS,
-)
+_MODULES = (completions, chat, responses, messages, ollama, ollama_embed, ollama_models, models, vectors, cohere,
+            scores, tokens, health, admin, adapters, debug, page)  # fmt: skip
+ROUTES: tuple[Endpoint, ...] = tuple([row for module in _MODULES for row in module.ENDPOINTS])
 """All endpoints except /openapi.json, which describes them."""
 
 
