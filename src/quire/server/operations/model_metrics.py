@@ -74,19 +74,15 @@ class ModelMetrics:
         for name, of_name in groupby(metrics, key=lambda metric: metric.name):
             yield _engine_family(name, list(of_name))
         if is_loaded:
-            text = "1 if the engine process runs"
-            yield self._by_engine(GaugeMetricFamily, "quire:engine_up", text, llm.group.running)
+            text, running = "1 if the engine process runs", enumerate(map(float, llm.group.running))
+            by_engine = {str(number): runs for number, runs in running}
+            yield self.labels.split(GaugeMetricFamily, "quire:engine_up", text, "engine", by_engine)
         text = "Engine processes started after the first"
         yield self.labels.single(CounterMetricFamily, "quire:engine_restarts", text, llm.num_restarts)
         text = "Requests continued in another engine process"
         yield self.labels.single(CounterMetricFamily, "quire:requests_replayed", text, llm.num_replayed)
         for number, pid in enumerate(llm.group.pids):
             yield process_memory(self.labels, f"engine {number}" if number else "engine", str(pid))
-
-    def _by_engine(self, kind: Any, name: str, text: str, values: Sequence[float]) -> Metric:
-        """A metric family with one row for each engine."""
-        rows = [({"engine": str(number)}, float(value)) for number, value in enumerate(values)]
-        return self.labels.family(kind, name, text, rows)
 
 
 def _engine_family(name: str, metrics: Sequence[of_engine.Metric]) -> Metric:
