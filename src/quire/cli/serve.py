@@ -4,8 +4,6 @@ A configuration file in YAML or TOML can set every option under the same name; a
 precedence. docs/operating.md explains how to run a server, and docs/configuration.md lists all options.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 

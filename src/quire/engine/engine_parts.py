@@ -1,7 +1,5 @@
 """What an LLMEngine is made of, and the calls that concern one of its parts and no request."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Self

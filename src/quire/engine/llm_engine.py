@@ -1,7 +1,5 @@
 """The engine: requests in, steps, outputs out."""
 
-from __future__ import annotations
-
 import gc
 import math
 import threading

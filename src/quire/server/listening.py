@@ -1,7 +1,5 @@
 """Where a server listens: its port or Unix socket, its certificates, and the HTTP server's configuration."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -3,8 +3,6 @@
 Each replica is the server of `quire serve`, with its models and engines, behind Ray Serve's HTTP proxy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

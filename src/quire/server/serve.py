@@ -1,7 +1,5 @@
 """`quire serve`: listen, load the model, serve until a signal, drain, stop."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

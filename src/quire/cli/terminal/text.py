@@ -1,7 +1,5 @@
 """Text of a model on a terminal."""
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -1,7 +1,5 @@
 """Where drafts come from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Drafting: proposes drafts for the sequences of a step, and learns how often they are right."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

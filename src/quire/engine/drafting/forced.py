@@ -1,7 +1,5 @@
 """Drafts that a grammar forces, or nearly: quotes, names of properties, what stands between values."""
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field

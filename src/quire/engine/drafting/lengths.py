@@ -1,7 +1,5 @@
 """How many drafts a step verifies: those that make it faster for each token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from math import log
 

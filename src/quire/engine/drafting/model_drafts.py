@@ -1,7 +1,5 @@
 """Drafts of a draft model, which the worker runs behind the model: how many it makes, and what became of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, repeat
 from operator import mul

@@ -1,7 +1,5 @@
 """The latest outputs, kept apart by who may learn from them."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Hashable
 

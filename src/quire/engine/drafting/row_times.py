@@ -1,7 +1,5 @@
 """How much longer a step takes with more rows, learned while steps run."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How much time searches for drafts may take."""
 
-from __future__ import annotations
-
 _SHARE = 0.01
 """Of the time of all steps, what searches may take that save nothing."""
 _LARGE_SHARE = 0.05

@@ -1,7 +1,5 @@
 """How often drafts are right, by drafter, in general and of one sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

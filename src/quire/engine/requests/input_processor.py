@@ -1,7 +1,5 @@
 """Checks what callers pass: makes token ids of prompts, and draws of parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from copy import copy

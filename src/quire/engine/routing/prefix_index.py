@@ -1,7 +1,5 @@
 """Which engines hold which blocks of prefixes, or will soon."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from quire.kv.prefix_cache.content_hash import BlockHash

@@ -1,7 +1,5 @@
 """How the engines of `data_parallel_size` share the CPUs and the memory of a machine."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 

@@ -1,7 +1,5 @@
 """The router: gives each request to the engine from which its first token is expected soonest."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

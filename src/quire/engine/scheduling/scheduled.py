@@ -1,7 +1,5 @@
 """From a sequence and a number of tokens to its entry in the Batch: which tokens run, which rows are wanted."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from quire.common.batch import Ahead, BlockIds, DrawnRows, MaskWords, ScheduledSequence

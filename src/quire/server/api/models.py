@@ -1,7 +1,5 @@
 """/v1/models: the models that are served, under each of their names; in the form of OpenAI's or of Anthropic's API."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 
 from starlette.requests import Request

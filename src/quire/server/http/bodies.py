@@ -1,7 +1,5 @@
 """Request bodies: received within limits, decoded strictly, with their unknown fields reported."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

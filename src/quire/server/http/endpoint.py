@@ -1,7 +1,5 @@
 """Endpoints: the rows of the table from which routes and /openapi.json are made."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass

@@ -1,7 +1,5 @@
 """Error responses: an HTTP status and a JSON body in the format that the client's SDK expects."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from http import HTTPStatus

@@ -1,7 +1,5 @@
 """/openapi.json: the table of endpoints in OpenAPI 3.2, with every status that an endpoint can return."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache

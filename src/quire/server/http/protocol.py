@@ -1,8 +1,6 @@
 """uvicorn's HTTP protocol with more limits: the size of headers, the number of pipelined requests, and the time that a
 client may take to send headers and to read responses."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

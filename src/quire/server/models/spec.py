@@ -1,7 +1,5 @@
 """ModelSpec: a model that the server offers, before it is loaded."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from quire.config.args import EngineArgs

@@ -1,7 +1,5 @@
 """How a request gets its model: once, in its handler, until its response has been sent."""
 
-from __future__ import annotations
-
 from starlette.requests import Request
 
 from quire.server.http.sse import unless_disconnected

@@ -1,7 +1,5 @@
 """Endpoints that load and unload LoRA adapters while the server runs, with vLLM's paths and fields."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -1,7 +1,5 @@
 """Endpoints for administrators: sleep, wake up, forget cached prefixes, restart. `?model=` names one model, not all."""
 
-from __future__ import annotations
-
 import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp

@@ -1,7 +1,5 @@
 """Admission control: which requests may start now, and when refused ones may be sent again. No I/O, injected clock."""
 
-from __future__ import annotations
-
 import ipaddress
 import math
 from collections import Counter, OrderedDict

@@ -1,7 +1,5 @@
 """Endpoints that report the server's health, readiness, load and version."""
 
-from __future__ import annotations
-
 from starlette.requests import Request
 from starlette.types import ASGIApp
 

@@ -1,7 +1,5 @@
 """The life of a server: responses while the model loads, deadlines of requests, admission, and draining at the end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

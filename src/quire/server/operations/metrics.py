@@ -1,7 +1,5 @@
 """The server's metrics in Prometheus' format: those of every model, and those of the server itself."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain

@@ -1,7 +1,5 @@
 """The log of requests: one line for each, without the text of prompts and responses unless the operator asks for it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar

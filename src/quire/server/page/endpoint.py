@@ -1,7 +1,5 @@
 """Endpoints for the web page's files, which are part of the package and read once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from hashlib import blake2b
 from importlib.resources import files

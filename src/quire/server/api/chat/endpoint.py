@@ -1,7 +1,5 @@
 """/v1/chat/completions: the events of a chat as one response or as a stream of chunks."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing

@@ -5,8 +5,6 @@ Each choice has deltas in any order, then one ChoiceFinished. One UsageEvent end
 timing and has no meaning.
 """
 
-from __future__ import annotations
-
 from typing import Literal, TypeAlias
 
 import msgspec

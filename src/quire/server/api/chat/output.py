@@ -1,7 +1,5 @@
 """Converts the model's output in a chat to events: content, reasoning and tool calls."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

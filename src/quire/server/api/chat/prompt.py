@@ -1,7 +1,5 @@
 """Converts conversations to prompts: checks the messages and applies the chat template."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Runs a chat: from the request to its events, and from the events to the whole response."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing

@@ -1,7 +1,5 @@
 """/v1/completions: completes prompts. A whole response is folded from the chunks that a stream would send."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing

@@ -1,7 +1,5 @@
 """/api/chat and /api/generate: chats in Ollama's form, by default as a stream of lines of JSON."""
 
-from __future__ import annotations
-
 import time
 
 from starlette.requests import Request

@@ -1,7 +1,5 @@
 """Converts Ollama's requests to chat requests."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

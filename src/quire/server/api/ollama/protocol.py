@@ -1,7 +1,5 @@
 """Bodies of Ollama's API, for the endpoints under /api."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Converts the events of a chat to the parts of Ollama's answers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing

@@ -1,7 +1,5 @@
 """What the endpoints of pooled vectors answer: lists with a row for each text, and vectors as text or as bytes."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import time

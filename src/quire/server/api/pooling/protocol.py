@@ -1,7 +1,5 @@
 """Bodies of /v1/embeddings, /pooling, /classify, /score and /rerank: the fields of OpenAI, vLLM, Cohere and Jina."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import msgspec

@@ -1,7 +1,5 @@
 """What the endpoints of pooled vectors share: from a body to prompts and parameters, and from those to outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

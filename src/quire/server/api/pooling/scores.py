@@ -1,7 +1,5 @@
 """/score and /rerank: how well texts fit together."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """/v1/embeddings, /pooling and /classify: what the model makes of each text alone."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

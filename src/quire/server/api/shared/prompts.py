@@ -1,7 +1,5 @@
 """The prompts of a request's body."""
 
-from __future__ import annotations
-
 from quire.common.errors import InvalidPromptError
 from quire.engine.requests.input_processor import Prompt
 from quire.server.api.shared.fields import Prompts

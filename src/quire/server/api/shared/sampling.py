@@ -1,7 +1,5 @@
 """Converts a request's fields to the engine's parameters, for all endpoints."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from msgspec.structs import replace

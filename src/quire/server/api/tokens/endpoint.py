@@ -1,7 +1,5 @@
 """/tokenize, /detokenize and /tokenizer_info."""
 
-from __future__ import annotations
-
 import asyncio
 
 from starlette.requests import Request

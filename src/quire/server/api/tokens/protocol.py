@@ -1,7 +1,5 @@
 """Bodies of /tokenize, /detokenize, /tokenizer_info, /v1/models and the endpoints that report the server's state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

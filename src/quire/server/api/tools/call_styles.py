@@ -1,7 +1,5 @@
 """The styles in which models write tool calls: how they are read, and how a grammar writes them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

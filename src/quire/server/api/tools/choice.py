@@ -1,7 +1,5 @@
 """Checks the tools of a request, and derives the grammar that its `tool_choice` requires."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The parts that a parser finds in a model's output, as the events of a chat."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import groupby
 from typing import TypeAlias

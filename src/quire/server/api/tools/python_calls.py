@@ -1,7 +1,5 @@
 """Calls that are written as in Python, `name(key=value, ...)`, with Python's literals or JSON's as values."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

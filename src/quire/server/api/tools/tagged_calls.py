@@ -1,7 +1,5 @@
 """Calls whose arguments are texts between tags, as in XML, instead of JSON."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
