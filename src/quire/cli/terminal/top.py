@@ -4,8 +4,6 @@ It shows the same data as the server's web page. With --once, or where the outpu
 snapshot as plain text and exits.
 """
 
-from __future__ import annotations
-
 import argparse
 import http.client
 import math
@@ -18,15 +16,12 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 import msgspec
 
 from quire.common.errors import ConfigError, QuireError
-
-if TYPE_CHECKING:
-    from quire.engine.view.cache_frame import CacheEvent, CacheMirror, RequestRow
+from quire.engine.view.cache_frame import CacheEvent, CacheMirror, CacheUpdate, RequestRow
 
 _PATH = "/debug/cache/events"
 _TIMEOUT_S = 30.0  # an idle server sends comments more often than this
@@ -63,8 +58,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from quire.engine.view.cache_frame import CacheMirror
-
     keys = options.api_key or os.environ.get("QUIRE_API_KEY", "")  # may list several keys
     key = keys.split(",")[0].strip() or None
     once = options.once or not sys.stdout.isatty()
@@ -91,11 +84,9 @@ def _show(options: argparse.Namespace) -> int:
     raise QuireError(f"the server at {options.url} closed the connection")
 
 
-def watch(url: str, key: str | None, model: str | None = None, engine: int = 0) -> Iterator[Any]:
+def watch(url: str, key: str | None, model: str | None = None, engine: int = 0) -> Iterator[CacheUpdate]:
     """Yield the CacheUpdates of an engine of a model, by default the first of each. Raises ConfigError for an invalid
     address, QuireError if no server answers, it has no such model or it ends the stream with an error."""
-    from quire.engine.view.cache_frame import CacheUpdate
-
     decoder = msgspec.json.Decoder(CacheUpdate)
     for data in _events(url, key, model, engine):
         if data.startswith(b'{"error"'):
@@ -149,7 +140,7 @@ class Picture:
         num_blocks = counters.get("used_blocks", 0) + counters.get("cached_blocks", 0)
         return self.mirror.setup is not None and sum(b["states"] > 0 for b in blocks) >= num_blocks
 
-    def add(self, update: Any) -> None:
+    def add(self, update: CacheUpdate) -> None:
         """Apply one frame of the server."""
         if update.setup is None and self.mirror.setup is None:
             return  # a change from before this connection; a snapshot follows
