@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli.arguments.options import add_engine_arguments, engine_kwargs, load_llm
 from quire.common.lora import LoRARequest
+from quire.common.params import SamplingParams
 from quire.config.checkpoint.location import EMBEDDED_CHECKPOINTS, EMBEDDED_ROOT
 
 if TYPE_CHECKING:
     from quire.common.outputs import RequestOutput
-    from quire.common.params import SamplingParams
     from quire.engine.requests.input_processor import Prompt
     from quire.interfaces.llm import LLM
 
@@ -35,8 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run two batches: questions and code, then a further question after each answer."""
-    from quire.common.params import SamplingParams
-
     has_adapter = engine_kwargs(options).get("model") in (None, EMBEDDED_CHECKPOINTS[0])
     options.enable_lora = has_adapter or getattr(options, "enable_lora", False)
     llm = load_llm(options)

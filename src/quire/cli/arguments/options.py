@@ -7,14 +7,16 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from quire.common.arguments.options import add_field_arguments
 from quire.common.errors import ConfigError
 from quire.common.memory import collection_paused
+from quire.common.params import SamplingParams
 from quire.config.args import EngineArgs
 
 if TYPE_CHECKING:
     from quire.common.lora import KnownAdapter
-    from quire.common.params import SamplingParams
     from quire.interfaces.llm import LLM
 
 DEFAULT_MAX_TOKENS = 512
@@ -119,8 +121,6 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
 
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling parameters given. Raises InvalidParamsError for wrong ones, before a model is loaded."""
-    from quire.common.params import SamplingParams
-
     names = [name for name, *_ in _SAMPLING] + [name for name, _ in _SAMPLES]
     found = {name: getattr(options, name, None) for name in ("stop", "bad_words", *names)}
     given = {name: value for name, value in found.items() if value is not None}
@@ -131,8 +131,6 @@ def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
 
 def sampling_params(given: dict[str, Any], llm: LLM) -> SamplingParams:
     """Return the checkpoint's recommended parameters with those given; greedy if it recommends nothing."""
-    import msgspec
-
     recommended = llm.default_sampling_params()
     config = llm.engine.model_config.generation_config
     greedy = {} if config.get("do_sample") or config.get("temperature") is not None else {"temperature": 0.0}
