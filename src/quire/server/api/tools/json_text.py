@@ -15,7 +15,9 @@ MAX_NUMBER_CHARS = 128
 SPACE = re.compile(r"[ \t\r\n]+")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4})')
-_WORD = re.compile(r"[-+.0-9A-Za-z]+")
+WORD = re.compile(r"[-+.0-9A-Za-z]+")
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""What some models write in JSON as in Python."""
 _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 
 
@@ -90,7 +92,7 @@ def _scan(reader: Reader, sink: Sink, allowed: str) -> Reading[bool]:
         if not char or kind not in allowed:
             return False
         if kind == "w":
-            word = yield from reader.run_ahead(_WORD, MAX_NUMBER_CHARS)
+            word = yield from reader.run_ahead(WORD, MAX_NUMBER_CHARS)
             if not _SCALAR.fullmatch(word):
                 return _cut_off(reader, word, sink)
             sink(reader.take(len(word)))

@@ -6,18 +6,17 @@ from dataclasses import dataclass
 
 from quire.server.api.tools.call_reader import Call, CallReader
 from quire.server.api.tools.call_styles import Part, Schemas, Written, optional, sequence
-from quire.server.api.tools.json_text import MAX_DEPTH, MAX_NUMBER_CHARS, SPACE, is_json
+from quire.server.api.tools.json_text import MAX_DEPTH, MAX_NUMBER_CHARS, PYTHON_WORDS, SPACE, WORD, is_json
 from quire.server.api.tools.reader import Reader, Reading, Sink
 from quire.server.api.tools.schemas import property_schemas, required
 
-_KEY, _WORD = re.compile(r"\w+"), re.compile(r"[-+.0-9A-Za-z]+")
+_KEY = re.compile(r"\w+")
 _TEXTS = {"'": re.compile(r"[^'\\]+"), '"': re.compile(r'[^"\\]+')}
 _ESCAPES = {char: char for char in "\\'\""} | dict(
     zip("ntrbfva\n", ["\n", "\t", "\r", "\b", "\f", "\v", "\a", ""], strict=True)
 )
 _HEX = re.compile("[0-9A-Fa-f]+")
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
-_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +96,8 @@ def _value(reader: Reader, sink: Sink, depth: int) -> Reading[bool]:
         return (yield from _string(reader, char, sink))
     if char and char in "[{" and depth < MAX_DEPTH:
         return (yield from _items(reader, sink, depth, "]" if char == "[" else "}"))
-    word = yield from reader.run_ahead(_WORD, MAX_NUMBER_CHARS)
-    text = _WORDS.get(word, word)
+    word = yield from reader.run_ahead(WORD, MAX_NUMBER_CHARS)
+    text = PYTHON_WORDS.get(word, word)
     if not text or not is_json(text) or reader.ends_with(word):
         return False
     reader.take(len(word))

@@ -8,13 +8,11 @@ from typing import Any
 
 from quire.server.api.tools.call_reader import Call, CallReader
 from quire.server.api.tools.call_styles import Part, Schemas, Written, const, optional, sequence
-from quire.server.api.tools.json_text import is_json
+from quire.server.api.tools.json_text import PYTHON_WORDS, is_json
 from quire.server.api.tools.reader import Reader, Reading, Sink
 from quire.server.api.tools.schemas import json_type, json_types, listed, properties, property_schemas, required
 
 _KEY, _QUOTED_KEY = re.compile(r"[^<>\r\n]+"), re.compile(r"[^<>\r\n\"]+")
-_PYTHONS = {"True": "true", "False": "false", "None": "null"}
-"""Some models write these values as Python does."""
 _TEXT = frozenset(["string"])
 
 
@@ -139,7 +137,7 @@ def _scan_value(reader: Reader, end: str, line_break: str, types: frozenset[str]
     pieces: list[str] = []
     found = yield from reader.until([end], pieces.append)
     text = "".join(pieces).removesuffix(line_break)
-    value = _PYTHONS.get(text.strip(), text.strip())
+    value = PYTHON_WORDS.get(text.strip(), text.strip())
     is_value = (not types or json_type(value) in types) and is_json(value)
     if found or text:
         sink(value if is_value else json.dumps(text, ensure_ascii=False))
