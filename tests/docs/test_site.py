@@ -47,6 +47,16 @@ def test_the_tables_of_memory_are_those_that_quire_plan_computes() -> None:
     assert subprocess.run([sys.executable, "-m", "tools.memory_table", "--check"], cwd=ROOT).returncode == 0
 
 
+def test_names_in_the_pages_about_the_code_are_in_the_code() -> None:
+    files = [path for name in ("src", "csrc", "tests", "tools", "benchmarks") for path in (ROOT / name).rglob("*.*")]
+    code = [path.read_text(encoding="utf-8") for path in files if path.suffix in (".py", ".h", ".cpp", ".js", ".sh")]
+    known = set(re.findall(r"\w+", " ".join([*code, *(str(path) for path in files)])))
+    docs = ROOT / "docs"
+    for page in (docs / "architecture.md", *docs.glob("adding-*.md"), *docs.glob("packages/*.md")):
+        named = re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", page.read_text(encoding="utf-8"))
+        assert {word for name in named for word in name.split(".")} - known == set(), page.name
+
+
 def site(folder: Path, body: str, style: str = "") -> Path:
     (folder / "search").mkdir()
     (folder / "search" / "search_index.json").write_text("{}")
