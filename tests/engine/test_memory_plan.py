@@ -132,6 +132,13 @@ def test_a_cache_larger_than_the_machine_is_refused():
         plan_memory(EngineArgs(kv_cache_memory="900TiB"))
 
 
+def test_where_activations_do_not_fit_the_error_names_what_makes_them_smaller():
+    with pytest.raises(OutOfMemoryError, match="lower max_num_batched_tokens and max_num_seqs"):
+        plan_memory(EngineArgs(memory_limit="30MiB"))
+    plan = plan_memory(EngineArgs(memory_limit="30MiB", max_num_batched_tokens=512, max_num_seqs=8))
+    assert plan.total_bytes <= 30 * MIB
+
+
 def test_swap_space_is_part_of_the_plan():
     plan = plan_memory(EngineArgs(kv_cache_memory="12MiB", swap_space=0.09375))
     assert plan.kv_cache.host_bytes == 96 * MIB

@@ -339,10 +339,11 @@ def _kv_cache(
     what = "weights and activations" if config.lora is None else "weights, adapters and activations"
     where = "this machine's" if cache.memory_limit_bytes is None else "the memory_limit of"
     if cache.swap_bytes + others > machine.limit_bytes:
-        change = "lower swap_space" if cache.swap_bytes else "free memory, or raise memory_limit if that is set"
+        change = "lower swap_space" if cache.swap_bytes else "free memory, raise memory_limit if that is set"
         raise OutOfMemoryError(
             f"{what} ({format_bytes(others)}) and swap_space of {format_bytes(cache.swap_bytes)} do not fit into "
-            f"{where} {format_bytes(machine.limit_bytes)}: {change}, or take a smaller model"
+            f"{where} {format_bytes(machine.limit_bytes)}: {change}, lower max_num_batched_tokens and max_num_seqs, "
+            "or take a smaller model"
         )
     layout: dict[str, Any] = {"host_bytes": cache.swap_bytes, "max_chunk": config.scheduler.max_num_batched_tokens}
     layout |= {"draft_specs": _draft_specs(config), **_processes(config.parallel)}
