@@ -66,7 +66,8 @@ def test_without_a_command_the_commands_are_asked_for(run: Run) -> None:
             ["bench", "latency", "--input-length=5"],
             "quire: unknown option '--input-length', did you mean '--input-len'?",
         ),
-        (["chat", "a", "b"], "quire: unknown argument 'b'"),
+        (["chat", "a", "b"], "quire: unknown argument 'b' (`quire chat"),
+        (["generate", "a b"], "quire: unknown argument 'a b': a prompt comes after --prompt, a model after --model (`"),
         (["chat", "--target-step-ms", "x"], "quire chat: argument --target-step-ms: invalid float value: 'x'"),
         (["chat", "--seed", "1.5"], "quire chat: argument --seed: '1.5' is not a whole number, as in 16384, 16k (16,"),
         (["chat", "--max-tokens", "many"], "quire chat: argument --max-tokens: invalid int value: 'many'"),
@@ -76,7 +77,7 @@ def test_a_wrong_command_line_is_answered_in_one_line(run: Run, arguments: list[
     status, out, err = run(*arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(said)
-    command = f" {arguments[0]}" if arguments[0] in ("chat", "bench") else ""
+    command = f" {arguments[0]}" if arguments[0] in ("chat", "bench", "generate") else ""
     assert f"(`quire{command}" in err
 
 

@@ -45,7 +45,8 @@ class Parser(argparse.ArgumentParser):
         options.vllm_arguments = others
         self.check_options(unknown[:1])
         if unknown:
-            self.error(f"unknown argument {unknown[0]!r}")
+            hint = ": a prompt comes after --prompt, a model after --model" if "prompt" in options else ""
+            self.error(f"unknown argument {unknown[0]!r}{hint}")
         return options
 
     def check_options(self, arguments: Iterable[str]) -> None:
