@@ -106,7 +106,7 @@ def test_any_bounds_are_obeyed(matcher, lower, width, upper, multiple, is_intege
         ({"maximum": 10**400}, "numbers beyond the range of 64-bit floats are not supported (at /maximum)"),
         (
             {"minProperties": 2, "additionalProperties": {}},
-            "minProperties=2 is not supported: give at most 1,",
+            "minProperties=2 is not supported: require more properties, or give at most 1,",
         ),
         (
             {"items": {"patternProperties": {"^x": {}}, "additionalProperties": False, "minProperties": 3}},
@@ -138,6 +138,35 @@ def test_one_property_without_a_name_may_be_required(matcher, schema: dict[str, 
     assert not allows(it, wrong)
 
 
+@pytest.mark.parametrize(
+    ("keyword", "others", "obeyed"),
+    [
+        ("minProperties", False, [1, 2]),
+        ("maxProperties", False, [2]),
+        ("minProperties", {"type": "null"}, [1]),
+        ("maxProperties", {"type": "null"}, []),
+    ],
+)
+def test_numbers_of_properties_are_obeyed_where_the_docs_say_so_and_else_refused(
+    matcher, keyword: str, others: Any, obeyed: list[int]
+) -> None:
+    """Of the names here `a` is required, and `b` and `c` are not."""
+    parts = [dict.fromkeys(names) for names in ("", "a", "b", "ab", "ac", "abc", "ad", "abcd")]
+    found = []
+    for number in range(1, 5):
+        schema = {"type": "object", "properties": {name: {"type": "null"} for name in "abc"}, "required": ["a"]}
+        schema |= {"additionalProperties": others, keyword: number}
+        try:
+            it = matcher(json=schema)
+        except ValueError:
+            continue
+        if not it.get_error():
+            found.append(number)
+            valid = Draft202012Validator(schema)
+            assert [part for part in parts if allows(it, json.dumps(part)) != valid.is_valid(part)] == []
+    assert found == obeyed
+
+
 def test_values_and_names_are_not_read_as_keywords(matcher) -> None:
     schema = {
         "default": {"minProperties": 9, "const": BEYOND},
@@ -150,7 +179,7 @@ def test_values_and_names_are_not_read_as_keywords(matcher) -> None:
 
 def test_names_of_properties_may_be_any_text_or_a_list(matcher) -> None:
     record = {"type": "object", "additionalProperties": {"type": "integer"}}
-    for any_name in ({"type": "string"}, {}):
+    for any_name in ({"type": "string"}, {}, True):
         it = matcher(json={"properties": {"propertyNames": record | {"propertyNames": any_name}}})
         assert allows(it, '{"propertyNames":{"a":1,"b c":2}}')
         assert not allows(it, '{"propertyNames":{"a":"b"}}')

@@ -10,7 +10,7 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LITERALS = ("const", "enum")
 _VALUES = (*_LITERALS, "default", "examples")
 """Keywords whose value is no schema. Values of unknown keywords may contain schemas, to which a `$ref` can refer."""
-_NEUTRAL: dict[str, tuple[object, ...]] = {"propertyNames": ({}, {"type": "string"}), "uniqueItems": (False,)}
+_NEUTRAL: dict[str, tuple[object, ...]] = {"propertyNames": ({}, True, {"type": "string"}), "uniqueItems": (False,)}
 """Keywords that the library does not know, with the values that say nothing. Zod writes such names for every record."""
 _FORMATS = (
     "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
@@ -156,8 +156,8 @@ def _check_num_properties(schema: dict[str, Any], place: _Place) -> None:
     has_unnamed = schema.get("additionalProperties") is not False or bool(schema.get("patternProperties"))
     if has_unnamed and isinstance(wanted, (int, float)) and wanted > num_named + 1:
         raise ValueError(
-            f"minProperties={wanted} is not supported{_at(place)}: give at most {num_named + 1}, which is 1 more than "
-            "the number of required properties, or name all properties and set additionalProperties to false"
+            f"minProperties={wanted} is not supported{_at(place)}: require more properties, or give at most "
+            f"{num_named + 1}, which is 1 more than the number of required ones"
         )
 
 
