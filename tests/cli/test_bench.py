@@ -109,7 +109,7 @@ def test_latency_has_a_time_for_every_token(rows: Rows) -> None:
 def test_a_disturbance_of_some_seconds_changes_no_step_time(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = count()
     monkeypatch.setattr(steps, "_step_times", lambda *_: [9.0 if 6 <= next(calls) < 10 else 1.0] * 3)
-    found = rows("steps", "--prompt-lens", "8", "16", "--num-seqs", "1", "2", "--context", "8")
+    found = rows("steps", "quire-tiny", "--prompt-lens", "8", "16", "--num-seqs", "1", "2", "--context", "8")
     assert [row["num_tokens"] for row in found] == [8, 8, 16, 16, 1, 2]
     assert {row["step_ms"] for row in found} == {1000}
     assert next(calls) == 4 * len(found)

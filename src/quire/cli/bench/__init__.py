@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire.cli.arguments.options import add_engine_arguments
+from quire.cli.arguments.options import add_engine_arguments, add_model_argument
 from quire.common.progress import above_bars
 
 _BENCHMARKS = {
@@ -68,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 help=f"{text} (default: {' '.join(map(str, values))})",
             )
         if name in ("throughput", "latency", "steps"):
+            add_model_argument(command)
             add_engine_arguments(command)
         if "threads" in _OPTIONS[name]:
             command.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
