@@ -102,7 +102,7 @@ class EngineArgs(metaclass=_NamesChecked):
     tokenizer: str | None = arg(None, "folder or hub id of the tokenizer; none: the model's")
     revision: str | None = arg(None, "branch, tag or commit of a hub id")
     download_dir: str | None = arg(None, "folder for downloads from the hub")
-    gguf_file: str | None = arg(None, "name of a GGUF file in the folder or hub id, or a part of it such as Q4_K_M")
+    gguf_file: str | None = arg(None, "name of a GGUF file in the folder or hub id, or the end of it such as Q4_K_M")
     model_impl: str = arg(
         "auto",
         "whose modules run the model: quire, transformers (quire[transformers]), or auto: quire's where there are any",

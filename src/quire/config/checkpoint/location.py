@@ -42,7 +42,7 @@ class Location:
     """A folder, a GGUF file, a hub id `org/name`, one with the quantization of a GGUF file (`org/name:Q4_K_M`), or one
     of EMBEDDED_CHECKPOINTS."""
     gguf_file: str | None = None
-    """Which GGUF file of a folder or hub id: its name, or a part of it such as Q4_K_M."""
+    """Which GGUF file of a folder or hub id: its name, or the end of it such as Q4_K_M."""
     revision: str | None = None
     """A branch, tag or commit of a hub id."""
     download_dir: str | Path | None = None
