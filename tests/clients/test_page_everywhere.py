@@ -54,6 +54,9 @@ EVICTED_FROM_THE_FRONT = """async () => {
   return found;
 }"""
 """The rows of the prefix tree that Tab reaches, and the first one, in each turn: each evicts what was first before."""
+CUT_EVENTS = """() => [...document.querySelectorAll('#events li')].map(li => [li, li.lastElementChild])
+  .filter(([li, text]) => text.getBoundingClientRect().right > li.getBoundingClientRect().right + 1)
+  .map(([, text]) => text.textContent)"""
 SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 DRAWN_S = 60
 """A million blocks come in pieces, and a worker arranges them."""
@@ -98,6 +101,7 @@ def is_fit(page: Page, width: int, scheme: str) -> None:
     elif width == 390 and scheme == "light":
         keep(page, "narrow")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(CUT_EVENTS) == []
     page.evaluate(f"{details}.forEach(e => {{ e.open = true }})")
     page.locator("#map canvas").first.focus()
     found = Axe().run(page)
