@@ -39,7 +39,7 @@ help:  ## list the targets
 run: $(VENV)/.installed  ## install into .venv and run a batch of prompts on the embedded checkpoint
 	$(BIN)/quire demo
 
-check: $(VENV)/.installed $(VENV)/.dev  ## in a minute: lint, and beside it the fifty tests that find most
+check: $(VENV)/.installed $(VENV)/.dev  ## in a minute: lint, and beside it the seventy tests that find most
 	@$(MAKE) --no-print-directory -j3 types style essential
 
 test: $(VENV)/.installed $(VENV)/.dev  ## install into .venv and run the tests, without the slow ones
