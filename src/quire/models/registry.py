@@ -60,16 +60,18 @@ class ModelKind:
 
 _OWN = "float32, bfloat16, int8, int4"
 _STORED = f"{_OWN}; GGUF, GPTQ, AWQ, compressed-tensors, FP8, MXFP4"
-_DENSE = ModelKind("dense", _STORED, "bfloat16 1.01, int8 0.66: one prompt, `python -m benchmarks throughput`")
+_DENSE_SHARE = "bfloat16 0.92 to 0.97, int8 0.89 to 0.93: one prompt, `python -m benchmarks throughput`"
+_DENSE = ModelKind("dense", _STORED, _DENSE_SHARE)
+_ENCODER_SHARE = "bfloat16 0.68, int8 0.5 to 0.54 (with AMX 0.14, 0.07): 256 texts, `python -m benchmarks embeddings`"
 _KINDS = {
-    "mixtures": ModelKind("mixture", _STORED, "int4 0.68 to 0.85: one prompt, `python -m benchmarks mixture`"),
+    "mixtures": ModelKind("mixture", _STORED, "int4 0.78 to 0.9: one prompt, `python -m benchmarks mixture`"),
     "latent": ModelKind(
         "latent",
         f"{_STORED}; `kv_b_proj` plain",
-        "attention, without AMX: bfloat16 0.56 (eight prompts 0.78), float32 0.27 to 0.69; with AMX: bfloat16 0.45 to "
-        "0.53; `quire bench attention`",
+        "attention, without AMX: bfloat16 0.56 to 0.71 (eight prompts 0.6 to 0.74), float32 0.27 to 0.69; with AMX: "
+        "bfloat16 0.45 to 0.53; `quire bench attention`",
     ),
-    "encoders": ModelKind("encoder", _OWN, "bfloat16 0.66, int8 0.45: 256 texts, `python -m benchmarks embeddings`"),
+    "encoders": ModelKind("encoder", _OWN, _ENCODER_SHARE),
 }
 """By the folder of `quire.models.families`. All others are dense."""
 
