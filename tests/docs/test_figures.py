@@ -48,6 +48,17 @@ def test_the_tutorial_of_a_million_rows_counts_with_the_figures_of_the_page() ->
     assert [int(each) for each in found.groups()] == [round(bfloat16), round(int8), round(64e6 / bfloat16 / 3600)]
 
 
+def test_the_products_on_the_page_about_cpus_are_those_of_the_page() -> None:
+    page = (ROOT / "docs" / "how-to" / "which-cpu.md").read_text(encoding="utf-8")
+    rows = [cells for cells in measured("performance.md", "Other instruction sets") if cells[3:5] == ["4096", "4096"]]
+    quoted_rows = re.findall(r"^\| `(\w+)` \| AMD Zen 5 \| products: (.*?) \|", page, re.MULTILINE)
+    assert [kernels for kernels, _ in quoted_rows] == ["avx512_vnni", "avx512", "avx_vnni", "avx2", "portable"]
+    for kernels, shares in quoted_rows:
+        for form, *figures in re.findall(r"(\w+) ([\d.]+), ([\d.]+)", shares):
+            found = [float(row[-1]) for row in rows if row[:2] == [kernels, form] and row[2] in ("1", "8")]
+            assert [float(figure) for figure in figures] == pytest.approx(found, abs=6e-3), (kernels, form)
+
+
 def test_the_shares_of_quire_models_are_those_of_the_pages() -> None:
     shares = {kind.name: kind.share for _, _, kind, _ in described_models()}
     for section in FORMATS[:2]:
