@@ -241,7 +241,7 @@ def test_a_replayed_text_has_the_bits_of_the_plain_pass(variant: str, save_encod
     backend, workspace = kernels.backend_for("cpu"), kernels.Workspace()
     if not backend.can_record or not model.can_record:
         pytest.skip("needs the native kernels, and a model without torch's arithmetic")
-    read = PooledReader(model.pooler, has_cache=False)
+    read = PooledReader(model.pooler)
     graphs = TextGraphs(model, read, backend, workspace)
     texts = [[2, 7, 3], [2, 8, 9, 3], [2, 9, 3], [2, 10, 11, 3], [2, 7, 3]]
     specs = [EMBED, PoolSpec("embed", normalize=False), PoolSpec("embed", dimensions=4), PoolSpec("token_embed")]
@@ -259,7 +259,7 @@ def test_few_recordings_are_kept(save_encoder: Any, monkeypatch: pytest.MonkeyPa
     family, fields = ENCODERS["bert"]
     model: Any = load_model(ModelConfig.resolve(save_encoder(family, "Model", **fields)[0]))
     backend, workspace = kernels.backend_for("cpu"), kernels.Workspace()
-    graphs = TextGraphs(model, PooledReader(model.pooler, has_cache=False), backend, workspace)
+    graphs = TextGraphs(model, PooledReader(model.pooler), backend, workspace)
     recorded = list[int]()
     monkeypatch.setattr(graphs, "_record", lambda n, spec, make=graphs._record: (recorded.append(n), make(n, spec))[1])
     for length in (3, 4, 3, 5, 3, 4):

@@ -14,6 +14,7 @@ from quire.config.model import ModelConfig
 from quire.models.base import PoolingModel
 from quire.models.families.llama import LlamaForCausalLM
 from quire.models.weights.loader import load_model
+from quire.runner import model_runner
 from quire.runner.cache_engine import CacheEngine
 from quire.runner.model_runner import ModelRunner
 from tests.kernels.isas import needs_native
@@ -72,8 +73,10 @@ class Steps:
         return self.runner.run(Batch(1, sequences))
 
 
-@pytest.fixture
-def steps(save_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> Steps:
+@pytest.fixture(params=[1, 10**9])
+def steps(request: pytest.FixtureRequest, save_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> Steps:
+    """With a last layer that leaves out rows that nothing reads, and with one that computes all."""
+    monkeypatch.setattr(model_runner, "WORTH_LEAVING_OUT", request.param)
     monkeypatch.setitem(MODELS, "LlamaForCausalLM", f"{__name__}:PooledLlama")
     return Steps(*save_checkpoint("LlamaForCausalLM", **LLAMA))
 

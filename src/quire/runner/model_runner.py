@@ -58,7 +58,7 @@ class ModelRunner:
         self._passes_on = passes_on
         self._read: LogitsReader | PooledReader
         if isinstance(model, PoolingModel):
-            self._read = read = PooledReader(model.pooler, has_cache=bool(kv))
+            self._read = read = PooledReader(model.pooler)
             if not kv and self._records:
                 self._texts = TextGraphs(model, read, backend, self._workspace)
         else:

@@ -25,17 +25,12 @@ class _NotFiniteError(ArithmeticError):
 class PooledReader:
     """Reads the rows that are to be pooled. A failure in the work for one sequence is reported for that one only."""
 
-    def __init__(self, pooler: Pooler, *, has_cache: bool) -> None:
-        """`has_cache`: whether the model's layers have."""
-        self.pooler, self._has_cache = pooler, has_cache
+    def __init__(self, pooler: Pooler) -> None:
+        self.pooler = pooler
 
     def least(self, sequences: Sequence[ScheduledSequence]) -> Sequence[ScheduledSequence]:
-        """The same, without rows to be pooled that the pooler does not read, if they need not be the last ones."""
-        return (
-            sequences
-            if self._has_cache
-            else [s if s.pooled is None else replace(s, pooled=self._least(s.pooled)) for s in sequences]
-        )
+        """The same, without rows to be pooled that the pooler does not read."""
+        return [s if s.pooled is None else replace(s, pooled=self._least(s.pooled)) for s in sequences]
 
     def _least(self, wanted: PooledRows) -> PooledRows:
         reads = self.pooler.reads(wanted.spec.task)

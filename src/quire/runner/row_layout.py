@@ -39,15 +39,15 @@ class RowLayout(NamedTuple):
 
     def part(self, spans: Sequence[Range]) -> tuple[Ints, "RowLayout"]:
         """Of each sequence the rows from the first to before the second number: which they are, and their layout."""
-        starts = self.query_start[:-1].tolist()
-        rows = np.concatenate([np.arange(start + first, start + end)
-                               for start, (first, end) in zip(starts, spans, strict=True)])  # fmt: skip
+        firsts, ends = np.array(spans, np.int64).T
+        query_start = np.array([0, *accumulate(ends - firsts)], np.int64)
+        rows = np.arange(query_start[-1]) + (self.query_start[:-1] + firsts - query_start[:-1]).repeat(ends - firsts)
         return rows, RowLayout(
             self.token_ids[rows],
             self.positions[rows],
             self.sequence_of[rows],
-            np.array([0, *accumulate([end - first for first, end in spans])], np.int64),
-            self.seq_lens,
+            query_start,
+            self.seq_lens - np.diff(self.query_start) + ends,  # as if no tokens followed, which these do not see
             None if self.adapters is None else self.adapters[rows],
         )
 

@@ -75,13 +75,12 @@ class BatchTensors:
 
 @dataclass(frozen=True, slots=True)
 class ReadRows:
-    """Some of a batch's tokens: of each sequence, some that follow one another, or none. They are its last ones in
-    layers with a cache."""
+    """Some of a batch's tokens: of each sequence, some that follow one another, or none."""
 
     rows: Tensor
     """[num_read] int64: their rows in the batch"""
     batch: BatchTensors
-    """the batch that has these tokens alone"""
+    """the batch that has these tokens alone, of sequences that end with them"""
     first_rows: Sequence[int] = ()
     """the row that each sequence's first token has there, or would have if all before those that are read were there"""
 
