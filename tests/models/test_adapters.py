@@ -18,7 +18,7 @@ from quire.config.model import ModelConfig
 from quire.models.activations import activation_bytes
 from quire.models.adapters.peft import inspect_adapter
 from quire.models.adapters.slots import adapter_reserve
-from quire.models.layers.batch_tensors import WORTH_LEAVING_OUT
+from quire.models.layers.batch_tensors import most_read
 from quire.models.layers.linear import Linear
 from quire.runner.memory_plan import plan_memory
 from tests.kernels.isas import needs_native
@@ -239,7 +239,7 @@ def test_the_planned_memory_is_what_adapters_and_their_kernels_take(
     save_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = save_checkpoint("LlamaForCausalLM", **LLAMA)
-    config, lora, num_tokens = ModelConfig.resolve(folder), LoRAConfig(3, 64), 96
+    config, lora, num_tokens = ModelConfig.resolve(folder), LoRAConfig(3, 64), 64
     steps = Steps(config, [[5] * num_tokens], lora)
     adapter = write_adapter(tmp_path / "a", make_tensors(tiny_sizes(config), 64), r=64)
     steps.worker.load_adapter(0, adapter)
@@ -259,7 +259,7 @@ def test_the_planned_memory_is_what_adapters_and_their_kernels_take(
     monkeypatch.setattr(steps.worker.runner.model, "forward", watched)
     steps.restart([0])
     draws = (Draw(0.0, 0, 1.0, b""),)
-    drawn = DrawnRows(draws, 0, num_tokens - WORTH_LEAVING_OUT)  # the most rows that the last layer is narrowed to
+    drawn = DrawnRows(draws, 0, most_read(num_tokens))  # then the last layer takes most, beside all rows
     tokens = tuple(steps.prompts[0])
     steps.worker.execute(Batch(0, (ScheduledSequence(0, tokens, 0, steps.tables[0], drawn, adapter=0),)))
     assert workspace.peak_bytes == activation_bytes(config, num_tokens, lora) > activation_bytes(config, num_tokens)

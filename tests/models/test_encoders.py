@@ -293,10 +293,10 @@ def test_every_encoder_gives_the_rows_that_are_pooled(
     monkeypatch.setattr(model.pooler, "pool", lambda rows, *args: (given.append(len(rows)), pool(rows, *args))[1])
     specs = (EMBED, PoolSpec("token_embed"))
     batch = Batch(0, tuple(scheduled(text, spec) for text, spec in itertools.product(TEXTS, specs)))
-    monkeypatch.setattr(model_runner, "WORTH_LEAVING_OUT", 10**9)
+    monkeypatch.setattr(model_runner, "most_read", lambda num_tokens: -1)
     expected = runner.run(batch).pooled
     assert given == [length for text in TEXTS for length in ((len(text) if mode == "MEAN" else 1), len(text))]
-    monkeypatch.setattr(model_runner, "WORTH_LEAVING_OUT", 1)
+    monkeypatch.setattr(model_runner, "most_read", lambda num_tokens: num_tokens - 1)
     narrow = runner.run(batch).pooled
     for place, vectors in expected.items():
         assert same_bits(torch.from_numpy(narrow[place]), torch.from_numpy(vectors))

@@ -15,7 +15,7 @@ from quire import LLM
 from quire.common.batch import DrawnRows, PooledRows, PoolSpec, ScheduledSequence, ScoredRows
 from quire.config.model import ModelConfig
 from quire.kernels import embedding
-from quire.models.layers.batch_tensors import WORTH_LEAVING_OUT, LayerLatents
+from quire.models.layers.batch_tensors import LayerLatents, most_read
 from quire.runner import decode_graphs, model_runner
 from quire.runner.model_runner import build_tensors
 from quire.runner.row_layout import read_span
@@ -48,10 +48,10 @@ def caches(decoding: Decoding) -> list[Tensor]:
     ]
 
 
-def worth_leaving_out(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on it takes so many rows."""
+def leave_out(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on rows are left out if there are at least so many."""
     for module in (decode_graphs, model_runner):
-        monkeypatch.setattr(module, "WORTH_LEAVING_OUT", num_rows)
+        monkeypatch.setattr(module, "most_read", lambda num_tokens: num_tokens - least)
 
 
 @needs_native
@@ -60,7 +60,7 @@ def worth_leaving_out(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_model_gives_the_rows_that_are_read(
     variant: str, save_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worth_leaving_out(1, monkeypatch)
+    leave_out(1, monkeypatch)
     architecture, fields = VARIANTS[variant]
     folder, _ = save_checkpoint(architecture, **fields)
     for kv_cache_dtype, is_recorded in itertools.product(("auto",) if variant in LATENT else ("auto", "int8"), (0, 1)):
@@ -97,15 +97,23 @@ def test_rows_are_counted_from_the_first_one_that_is_read() -> None:
     assert [read_span(s) for s in sequences] == [(10, 10), (7, 10), (4, 10), (4, 10)]
     pooled = replace(sequences[0], pooled=PooledRows(2, 3, PoolSpec("embed")))
     assert read_span(pooled) == (2, 5)
-    many = [*sequences, ScheduledSequence(4, (*range(WORTH_LEAVING_OUT - 26),), 0, table)]
-    assert build_tensors(many, BLOCK_SIZE, narrows=True).read is None
-    tensors = build_tensors([*many, sequences[0]], BLOCK_SIZE, narrows=True)
+    tensors = build_tensors([*sequences, *[sequences[0]] * 2], BLOCK_SIZE, narrows=True)
     assert tensors.read is not None
     assert tensors.read.rows.tolist() == [*range(17, 20), *range(24, 30), *range(34, 40)]
     assert tensors.of_hidden.query_start.tolist() == [0, 0, 3, 9, 15, 15, 15]
     assert tensors.of_hidden.logit_rows.tolist() == [0, 1, 2, 6, 7, 8]
     assert list(tensors.first_rows)[:4] == [-10, -7, -1, 5]
     assert list(tensors.whole.first_rows)[:4] == [0, 10, 20, 30]
+
+
+def test_nothing_is_left_out_where_that_would_take_longer() -> None:
+    """Keys and values of the rows that are read are computed twice."""
+    assert [most_read(num_tokens) for num_tokens in (1, 31, 32, 40, 96, 99, 999)] == [-31, -1, 0, 8, 64, 66, 666]
+    table = (torch.zeros(100, dtype=torch.int32).numpy(),)
+    for num_rows, num_drawn, is_narrow in ((31, 1, 0), (33, 1, 1), (33, 2, 0), (120, 80, 1), (120, 81, 0)):
+        drawn = ScheduledSequence(0, (7,) * num_rows, 0, table, DrawnRows((GREEDY,), 0, num_drawn))
+        assert (build_tensors([drawn], BLOCK_SIZE, narrows=True).read is not None) == is_narrow
+        assert build_tensors([drawn], BLOCK_SIZE).read is None
 
 
 @needs_native
@@ -116,8 +124,8 @@ def test_mixed_requests_in_a_small_cache_have_the_bits_of_whole_layers(
     rng = random.Random(dtype)
     shared = [rng.randrange(3, mixed.VOCAB) for _ in range(mixed.LONGEST)]
     prompts, params = [mixed.any_prompt(rng, shared) for _ in range(40)], [mixed.any_params(rng) for _ in range(40)]
-    worth_leaving_out(10**9, monkeypatch)
+    leave_out(10**9, monkeypatch)
     expected = mixed.run(LLM(dtype=dtype, max_model_len=64, num_gpu_blocks_override=400), prompts, params)
-    worth_leaving_out(1, monkeypatch)
+    leave_out(1, monkeypatch)
     small: dict[str, Any] = {"num_gpu_blocks_override": 24, "max_num_seqs": 24, "max_num_batched_tokens": 96}
     assert mixed.run(LLM(dtype=dtype, max_model_len=64, swap_space=0.001, **small), prompts, params) == expected

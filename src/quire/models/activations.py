@@ -17,7 +17,7 @@ from quire.models.adapters.slots import AdapterSlots
 from quire.models.base import Model
 from quire.models.decoder.model import Decoder
 from quire.models.heads.head import DraftHead
-from quire.models.layers.batch_tensors import WORTH_LEAVING_OUT, BatchTensors, GroupTensors, LayerCache, ReadRows
+from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerCache, ReadRows, most_read
 from quire.models.layers.caches import view_cache
 from quire.models.weights.loader import unloaded_model
 
@@ -50,7 +50,7 @@ def activation_bytes(
         shard = Shard() if ranks is None else ranks.shard
         whole, caches = _batch(model, num_tokens, lora is not None), _caches(model, config, shard)
         batches = [whole]
-        if model.can_narrow and (num_read := num_tokens - WORTH_LEAVING_OUT) > 0:
+        if model.can_narrow and (num_read := most_read(num_tokens)) > 0:
             read = ReadRows(_meta((num_read,), torch.int64), _batch(model, num_read, lora is not None))
             batches.append(dataclasses.replace(whole, read=read))
         with meter.counting():

@@ -24,7 +24,7 @@ from quire import kernels
 from quire.common.batch import BlockIds, ScheduledSequence
 from quire.config.parallel import Range
 from quire.kernels.backends.reference_backend import TorchThreads
-from quire.models.layers.batch_tensors import WORTH_LEAVING_OUT, BatchTensors, GroupTensors, LayerCache, ReadRows
+from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerCache, ReadRows, most_read
 from quire.runner.row_layout import RowLayout, num_drawn, row_layout
 
 MAX_ROWS = 256
@@ -182,9 +182,9 @@ class DecodeGraphs:
         self._fill(sequences, layout)
         self._replayed((len(layout.token_ids), layout.adapters is not None, 0))
 
-    def _leaves_out(self, num_rows: int, num_logits: int | None) -> bool:
+    def _leaves_out(self, num_rows: int, num_logits: int) -> bool:
         """Whether the last layer computes only as many rows as there are logits."""
-        return self._model.can_narrow and num_logits is not None and num_rows - num_logits >= WORTH_LEAVING_OUT
+        return self._model.can_narrow and num_logits <= most_read(num_rows)
 
     def _replayed(self, shape: _Shape) -> Tensor | None:
         """The logits of the first `num_logits` of `_some_rows`, or of every row."""

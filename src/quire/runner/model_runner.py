@@ -13,7 +13,7 @@ from quire.common.errors import ConfigError
 from quire.common.params import LogprobsMode
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.base import CausalLM, PoolingModel
-from quire.models.layers.batch_tensors import WORTH_LEAVING_OUT, BatchTensors, GroupTensors, LayerCache, ReadRows
+from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerCache, ReadRows, most_read
 from quire.runner.decode_graphs import DecodeGraphs
 from quire.runner.pooling import PooledReader
 from quire.runner.row_layout import RowLayout, read_span, row_layout
@@ -140,11 +140,11 @@ class LogitsReader:
 
 def build_tensors(sequences: Sequence[ScheduledSequence], block_size: int, *, narrows: bool = False) -> BatchTensors:
     """The tokens of all sequences one after another, their positions and slots, and which rows want logits. For a model
-    that `narrows` its last layer, also the rows that are read, if there are so many others that it is worth it."""
+    that `narrows` its last layer, also the rows that are read, unless they are too many."""
     layout, spans = row_layout(sequences), list(map(read_span, sequences))
     tables = [_block_tables(sequences, group) for group in range(len(sequences[0].block_tables))]
     read = None
-    if narrows and len(layout.token_ids) - sum([end - first for first, end in spans]) >= WORTH_LEAVING_OUT:
+    if narrows and sum([end - first for first, end in spans]) <= most_read(len(layout.token_ids)):
         rows, part = layout.part(spans)
         first_rows = (part.query_start[:-1] - [first for first, _ in spans]).tolist()
         read = ReadRows(torch.from_numpy(rows), _tensors(sequences, part, tables, block_size), first_rows)

@@ -91,11 +91,6 @@ class SelfAttention(nn.Module):
         return self._heads(heads, batch.positions)
 
     @property
-    def has_cache(self) -> bool:
-        """Whether it reads the tokens before a step's from the cache."""
-        return isinstance(self.attn, Attention)
-
-    @property
     def mixes_heads(self) -> bool:
         """Whether norms read several heads of a token, or have weights for each."""
         norm = self.shape.head_norm

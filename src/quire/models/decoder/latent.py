@@ -67,7 +67,6 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(shape.num_heads * shape.value_dim, hidden_size, bias=bias, dtype=dtype)
         self.o_proj.changes = scaled_by(shape.output_multiplier)
         self.rotary = rotary
-        self.has_cache = True
 
     def forward(self, x: Tensor, batch: BatchTensors, kv: LayerLatents) -> Tensor:
         """x [num_tokens, hidden] -> as x; writes the latents of the tokens into `kv`."""

@@ -156,7 +156,7 @@ class Decoder(CausalLM):
         """What comes from the stage before and goes to the next one: nothing, unless this is a stage (stages.py)."""
         self.norm = None if shape.final_norm is None else make_norm(shape.hidden_size, shape.final_norm)
         self._sum = summing(self.norm, has_x=has_x)
-        self.can_narrow = made.self_attn.has_cache
+        self.can_narrow = not isinstance(shape.layers[-1].attention.cache_spec(config.dtype), NoCacheSpec)
         self._after: list[Step] = []
         if shape.embed_width != shape.hidden_size:
             self.project_out = Linear(shape.hidden_size, shape.embed_width, bias=False, dtype=shape.dtype)
@@ -302,7 +302,7 @@ class Decoder(CausalLM):
         if (read := batch.read) is not None:
             batch = read.batch
             x, residual = self._narrowed(x, residual, whole, last_kv, read.rows)
-            if not len(read.rows):
+            if not len(residual):
                 return kernels.backend_of(residual).empty((0, self._widths[1]), residual.dtype)
         x, residual = last(x, residual, batch, last_kv)
         return (self.leave or self._finish)(x, residual, batch)
