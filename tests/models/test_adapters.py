@@ -265,6 +265,13 @@ def test_the_planned_memory_is_what_adapters_and_their_kernels_take(
     assert workspace.peak_bytes == activation_bytes(config, num_tokens, lora) > activation_bytes(config, num_tokens)
 
 
+def test_steps_without_adapters_are_planned_too(save_checkpoint: Any) -> None:
+    """Products by quantized matrices, which then compute the activation themselves, may take more than with them."""
+    folder, _ = save_checkpoint("LlamaForCausalLM", **LLAMA)
+    config = ModelConfig.resolve(folder, quantization="int4")
+    assert activation_bytes(config, 64, LoRAConfig(3, 4)) >= activation_bytes(config, 64)
+
+
 def test_the_plan_shows_the_reserve_and_takes_it_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     args = EngineArgs(model="quire-tiny", memory_limit="36MiB", max_num_batched_tokens=64, max_num_seqs=4)
     without = plan_memory(args)

@@ -29,7 +29,7 @@ def activation_bytes(
 ) -> int:
     """The most that the outputs of kernels, and of torch's operations in a model that has some, take at once in a
     forward pass of `num_tokens` tokens, and the states that a stage gets and gives; logits excluded. With `lora`, the
-    tokens have adapters. With `ranks`, that of this rank.
+    tokens may have adapters. With `ranks`, that of this rank.
 
     The model runs on torch's meta device: its kernels allocate as always, but read no weights and compute nothing.
     """
@@ -48,11 +48,13 @@ def activation_bytes(
         if lora is not None:
             AdapterSlots(model, lora)
         shard = Shard() if ranks is None else ranks.shard
-        whole, caches = _batch(model, num_tokens, lora is not None), _caches(model, config, shard)
-        batches = [whole]
-        if model.can_narrow and (num_read := most_read(num_tokens)) > 0:
-            read = ReadRows(_meta((num_read,), torch.int64), _batch(model, num_read, lora is not None))
-            batches.append(dataclasses.replace(whole, read=read))
+        caches, num_read = _caches(model, config, shard), most_read(num_tokens)
+        batches = list[BatchTensors]()
+        for has_adapters in {False, lora is not None}:
+            batches.append(whole := _batch(model, num_tokens, has_adapters))
+            if model.can_narrow and num_read > 0:
+                read = ReadRows(_meta((num_read,), torch.int64), _batch(model, num_read, has_adapters))
+                batches.append(dataclasses.replace(whole, read=read))
         with meter.counting():
             for batch in batches:
                 model(batch, caches)
