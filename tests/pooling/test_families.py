@@ -50,6 +50,15 @@ def test_decoders_embed_by_their_last_token(family: str, tmp_path: Path) -> None
             np.testing.assert_allclose(output.outputs.data, expected, atol=1e-4)
 
 
+def test_a_head_is_left_out_whatever_the_checkpoint_calls_it(tmp_path: Path) -> None:
+    fields = {name: LLAMA[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    oracle = save(tmp_path, "GPTNeoXForCausalLM", fields | {"num_attention_heads": 4})  # `embed_out`
+    with run(tmp_path, runner="pooling") as llm, torch.no_grad():
+        (output,) = llm.embed(TEXTS[2], use_tqdm=False)
+        expected = normalize(oracle.gpt_neox(ids_of(TEXTS[2])).last_hidden_state[0, -1], dim=0)
+        np.testing.assert_allclose(output.outputs.data, expected, atol=1e-4)
+
+
 def test_embeddinggemma_goes_through_its_dense_modules(tmp_path: Path) -> None:
     oracle = save(tmp_path, "Gemma3TextModel", BOTH_WAYS["embeddinggemma"][1])
     write_modules(tmp_path, {"pooling_mode_mean_tokens": True}, "Dense", "Dense", "Normalize")

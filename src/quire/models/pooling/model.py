@@ -72,6 +72,10 @@ class Pooled(PoolingModel):
         self.body = family(config) if issubclass(family, Encoder) else family(config, has_head=False)
         self.embed_tokens, self.can_narrow = self.body.embed_tokens, self.body.can_narrow
         self.pooler = _make_pooler(family, self.kind, config)
+        self._drops_head = issubclass(family, Decoder) and not (
+            reads_tokens(config.hf_config) and not family.ties_embeddings(config)
+        )
+        """Whether nothing reads the language model head of a checkpoint."""
 
     @classmethod
     def kv_cache_specs(cls, config: ModelConfig) -> list[KVCacheSpec]:
@@ -79,10 +83,7 @@ class Pooled(PoolingModel):
 
     @classmethod
     def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
-        stacks, family = cls.body_class.stacks(config), cls.body_class
-        if not issubclass(family, Decoder) or (reads_tokens(config.hf_config) and not family.ties_embeddings(config)):
-            return stacks
-        return (*stacks, Stack(r"(^|\.)lm_head\.", ()))  # nothing reads the language model head
+        return cls.body_class.stacks(config)
 
     @classmethod
     def folders(cls, config: ModelConfig) -> Mapping[str, Path]:
@@ -104,7 +105,9 @@ class Pooled(PoolingModel):
             if count:
                 return f"pooler.{own}" if self._has(own) else None
         name = self.body.weight_name(checkpoint_name)
-        return name if name is None or name.startswith("lm_head.") else f"body.{name}"
+        if name is None or (self._drops_head and name.startswith("lm_head.")):
+            return None
+        return name if name.startswith("lm_head.") else f"body.{name}"
 
     @classmethod
     def _has(cls, head_tensor: str) -> bool:
