@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import pytest
 
 from quire.common.batch import Ahead, Batch
@@ -122,6 +125,43 @@ def test_drafts_within_the_last_block_of_a_sequence_need_no_other():
     assert num_drafts(harness.step()) == [2]
 
 
+def test_a_request_does_not_wait_for_the_blocks_of_drafts_that_were_wrong():
+    harness = drafting_harness(9, num_blocks=16)
+    harness.add([1] * 3, 9)
+    harness.step()
+    assert num_drafts(harness.step()) == [7]
+    later = harness.add([2] * 10, 3)
+    harness.step()
+    assert harness.requests.running == harness.groups
+    harness.run()
+    harness.check_output(later)
+
+
+def steps_of(seed: int, windows: list[int | None], draft: Callable[..., list[int]] | None) -> list[object]:
+    """What each step computes without its drafts, in a cache that is too small for all requests."""
+    rng = random.Random(seed)
+    limits = {"num_blocks": 14 * len(windows), "block_size": 2, "max_num_batched_tokens": 12}
+    harness = Harness(windows=windows, draft=draft, caching=False, watermark=0.0, **limits)
+    steps: list[object] = []
+    while len(harness.groups) < 12 or harness.requests:
+        if len(harness.groups) < 12 and rng.random() < 0.5:
+            harness.add([rng.randrange(50) for _ in range(rng.randint(1, 9))], rng.randint(1, 9), n=rng.choice([1, 2]))
+        steps.append([(s.seq_id, s.start, s.end - s.num_drafts) for s in harness.step().sequences])
+    assert harness.scheduler.preemptor.num_preemptions
+    assert harness.blocks.num_used_blocks == 0
+    for group in harness.groups:
+        harness.check_output(group)
+    return steps
+
+
+@pytest.mark.parametrize("windows", [[None], [None, 4]])
+@pytest.mark.parametrize("seed", range(6))
+def test_wrong_drafts_change_no_step(seed, windows):
+    """Nothing waits for them, and no request is preempted for them: neither in their step nor in later ones."""
+    expected = steps_of(seed, windows, None)
+    assert steps_of(seed, windows, lambda group, seq: [WRONG] * 5) == expected
+
+
 def test_slots_for_drafts_that_cannot_be_made_are_the_fault_of_their_request():
     harness = drafting_harness()
     harness.add([1] * 3, 9)
@@ -158,6 +198,7 @@ def test_a_draft_model_drafts_behind_the_end_of_each_sequence_in_slots_of_its_ow
     batch = harness.step()
     assert ahead_of(batch) == [(3, (), None), (0, (), 2)]
     assert [len(scheduled.block_tables[0]) for scheduled in batch.sequences] == [3 + 3, 13]
+    assert harness.blocks.num_used_blocks == 3 + 13, "their slots are free again"
     assert ahead_of(harness.step()) == [(3, (1, 1, 1), None), (3, (2,) * 13, None)]
     harness.run()
     for group in harness.groups:

@@ -34,8 +34,8 @@ class BlockSpaceManager:
     """Gives sequences blocks, shares them and frees them. It knows token ids and numbers, no tensors.
 
     Who mutates: the scheduler through `allocate`, `append`, `swap_out`, `swap_in`, `free` and `forget`; commit through
-    `publish`, `fork` and `settle`. Many methods come in pairs: a question, such as `can_append`, changes nothing, and
-    the action, `append`, may only follow a positive answer.
+    `publish`, `fork`, `shrink` and `settle`. Many methods come in pairs: a question, such as `can_append`, changes
+    nothing, and the action, `append`, may only follow a positive answer.
     """
 
     def __init__(
@@ -202,6 +202,11 @@ class BlockSpaceManager:
             most.append(manager.max_tokens(num_blocks))
         blocks.num_writable = min(most)
         blocks.num_scheduled, blocks.scheduled_step = num_tokens, self.step
+
+    def shrink(self, seq_id: int, num_tokens: int) -> None:
+        """Free the blocks behind those of the sequence's first `num_tokens` tokens, which drafts had."""
+        for block_id in self._sequences[seq_id].cut(self.managers, num_tokens):
+            self.pool.free(block_id)
 
     def _num_missing(self, blocks: SequenceBlocks, num_tokens: int) -> int:
         """Blocks that the tables lack for `num_tokens` tokens."""

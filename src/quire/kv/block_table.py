@@ -35,6 +35,14 @@ class BlockTable:
         self._ids[index] = block_id
         self._snapshot = None
 
+    def cut(self, num_blocks: int) -> list[int]:
+        """Remove the blocks behind the first `num_blocks`; returns them."""
+        gone = self._ids[num_blocks:]
+        if gone:
+            del self._ids[num_blocks:]
+            self._snapshot = None
+        return gone
+
     def slide(self, first: int) -> list[int]:
         """Remove the blocks before `first`; returns them."""
         gone = self._ids[self.first : first]

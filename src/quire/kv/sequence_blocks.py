@@ -1,8 +1,10 @@
 """One sequence's part of the cache."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.kv.block_table import BlockTable
+from quire.kv.managers.base import GroupManager
 from quire.kv.place import DEVICE
 
 
@@ -23,3 +25,11 @@ class SequenceBlocks:
     scheduled_step: int = -1
     tier: int = DEVICE
     """Where all blocks of the tables are."""
+
+    def cut(self, managers: Sequence[GroupManager], num_tokens: int) -> list[int]:
+        """Remove the blocks behind those of the first `num_tokens` tokens; returns them, the last one first."""
+        gone = list[int]()
+        for table, manager in zip(self.tables, managers, strict=True):
+            gone += table.cut(manager.num_blocks(num_tokens))
+            self.num_writable = min(self.num_writable, manager.max_tokens(table.num_blocks))
+        return gone[::-1]

@@ -51,8 +51,8 @@ class Committer:
 
     def apply(self, batch: Batch, result: StepResult) -> list[SequenceGroup]:
         """As `commit`, of a step that has been settled."""
-        find_owner, publish, policy = self.requests.owners.get, self.requests.blocks.publish, self.requests.policy
-        counts_tokens = policy.counts_tokens
+        find_owner, blocks, policy = self.requests.owners.get, self.requests.blocks, self.requests.policy
+        publish, counts_tokens = blocks.publish, policy.counts_tokens
         changed: list[SequenceGroup] = []
         if result.has_lost_drafts and self.drafting is not None:
             self.drafting.num_errors[ModelDrafts.name] += 1
@@ -78,6 +78,8 @@ class Committer:
             if self.drafting is not None and place in result.drafted:
                 self.drafting.receive(seq, end, result.drafted[place])
             publish(scheduled.seq_id, token_ids, end)
+            if scheduled.ahead is not None or end < scheduled.end:
+                blocks.shrink(scheduled.seq_id, end)  # no other request waits for slots of wrong drafts
             if counts_tokens:
                 served = max(seq.num_served_tokens, scheduled.start)  # cached and recomputed tokens are free
                 policy.charge(group, max(0, end - served))
