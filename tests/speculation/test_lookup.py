@@ -138,6 +138,23 @@ def test_memory_is_bounded_by_default() -> None:
     assert [len(recent.of(scope)) for scope in range(6) if recent.of(scope) is not None] == [2**14] * 4
 
 
+def test_short_outputs_of_many_scopes_are_bounded_too() -> None:
+    """A scope has the salt that a client has chosen, of up to 1,024 characters."""
+    recent = RecentOutputs()
+    for scope in range(1100):
+        recent.add(scope, np.array([5, 6], np.int32))
+    known = [scope for scope in range(1100) if recent.of(scope) is not None]
+    assert known == list(range(1100 - 1024, 1100))
+
+
+def test_the_whole_of_a_long_output_is_not_kept() -> None:
+    recent = RecentOutputs(max_tokens=16)
+    recent.add("a", np.arange(100_000, dtype=np.int32))
+    text = recent.of("a")
+    assert text is not None
+    assert (len(text), text.base) == (4, None)
+
+
 def test_all_tokens_are_kept_up_to_the_bound() -> None:
     recent = RecentOutputs(max_tokens=16)
     for scope in "abcd":
