@@ -197,9 +197,9 @@ def test_a_draft_model_is_timed_by_the_steps_that_time_rows() -> None:
     drafting.model.observe = lambda *arguments: seen.append(arguments)
     for shape in ((1, 1), (1, 1), (9, 1)):
         drafting.observe_step(batch_of(shape), 1.0, 0.25, 3)
-    assert seen == [(0.25, 3, drafting.row_times.pace)]
+    assert seen == [(0.25, 3)]
     drafting.observe_step(batch_of((1, 1)), 1.0)
-    assert seen[1:] == [(0.0, 0, drafting.row_times.pace)]
+    assert seen[1:] == [(0.0, 0)]
 
 
 # Searches

@@ -3,6 +3,7 @@
 import itertools
 import math
 import operator
+import random
 
 import pytest
 
@@ -250,6 +251,17 @@ def test_the_most_rows_of_a_step_are_learned_too() -> None:
     times = RowTimes()
     times.observe(1024, 1.0)
     assert times.pace > 0
+
+
+def test_the_unit_stays_that_of_one_row_however_long_an_engine_runs() -> None:
+    """Differences between steps of the same kind moved shape and pace apart: after some weeks to no numbers."""
+    times, rng = RowTimes(), random.Random(1)
+    for _ in range(60_000):
+        rows = rng.choice((1, 2, 4, 8))
+        times.observe(rows, (0.005 + 0.001 * rows) * math.exp(rng.gauss(0.0, 0.5)))
+    assert times.shape(1) == pytest.approx(1.0, rel=0.3)
+    assert times.pace == pytest.approx(0.006, rel=0.7)
+    assert 1.2 < times.shape(8) / times.shape(1) < 4.0
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 6])

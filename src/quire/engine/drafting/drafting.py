@@ -158,7 +158,7 @@ class Drafting:
                 if batch.num_tokens in self._seen_rows:
                     self.row_times.observe(batch.num_tokens, seconds)
                     if self.model is not None:
-                        self.model.observe(drafting_s, num_passes, self.row_times.pace)
+                        self.model.observe(drafting_s, num_passes)
                 self._seen_rows.add(batch.num_tokens)  # the first step with a number of rows takes longer
 
     def finish(self, group: SequenceGroup, seq: Seq) -> None:

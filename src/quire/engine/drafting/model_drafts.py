@@ -51,8 +51,8 @@ class ModelDrafts:
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
         self._most_unread = 0 if config.has_head else _MOST_UNREAD
-        self._pass_time = 0.0
-        """Of a pass, in the unit of RowTimes.shape."""
+        self._pass_s = 0.0
+        """The seconds of a pass."""
 
     def propose(self, group: SequenceGroup, seq: Seq, most: int) -> Draft:
         """See Drafter. Tokens that a grammar has appended since then must be among the drafts."""
@@ -73,19 +73,20 @@ class ModelDrafts:
         if drafted.odds:
             reading.learn(sum(drafted.odds) / len(drafted.odds))
 
-    def observe(self, drafting_s: float, num_passes: int, pace: float) -> None:
-        """In a step of decodes the draft model took `drafting_s` for this number of passes; `pace` is the time of one
-        unit."""
-        if num_passes and pace > 0.0:
-            pass_time = drafting_s / num_passes / pace
-            if self._pass_time:
-                pass_time = min(pass_time, _MOST_OFF * self._pass_time)
-            self._pass_time += (_PASS_RATE if self._pass_time else 1.0) * (pass_time - self._pass_time)
+    def observe(self, drafting_s: float, num_passes: int) -> None:
+        """In a step of decodes the draft model took `drafting_s` for this number of passes."""
+        if num_passes:
+            pass_s = drafting_s / num_passes
+            if self._pass_s:
+                pass_s = min(pass_s, _MOST_OFF * self._pass_s)
+            self._pass_s += (_PASS_RATE if self._pass_s else 1.0) * (pass_s - self._pass_s)
 
     def times(self, num_decodes: int, rows: RowTimes) -> list[float]:
-        """By number of drafts for each of these sequences, the time of drafting them and of a step with them."""
+        """By number of drafts for each of these sequences, the time of drafting them and of a step with them, in the
+        unit of `rows`."""
         counts = range(1 + self._config.num_speculative_tokens)
-        return [rows.shape(num_decodes * (1 + count)) + count * self._pass_time for count in counts]
+        pass_time = self._pass_s / rows.pace if rows.pace else 0.0
+        return [rows.shape(num_decodes * (1 + count)) + count * pass_time for count in counts]
 
     def ahead(
         self, seq: Seq, reading: ModelReading, num_tokens: int, num_drafts: int, least_odds: tuple[float, ...]

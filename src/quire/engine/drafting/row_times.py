@@ -34,7 +34,7 @@ class RowTimes:
         self._last_seen: list[int] = []
         self._last_rows = 0
         self.pace = 0.0
-        """The seconds of one unit of `shape`; 0 before the first step. Only `observe` changes it."""
+        """The seconds of one unit of `shape`, about a step of one row; 0 before the first step. `observe` changes it."""
         self._num_steps = 0
 
     def observe(self, num_rows: int, seconds: float) -> None:
@@ -66,6 +66,8 @@ class RowTimes:
         kept = [place for place, step in enumerate(self._last_seen) if step > self._num_steps - _FORGET_AFTER]
         for of_rows in self._columns:
             of_rows[:] = [of_rows[place] for place in kept]
+        unit = self._shape[0] / _prior(self._rows[0])  # shape and pace would move apart, and after weeks be no numbers
+        self._shape, self.pace = [value / unit for value in self._shape], unit * self.pace
 
     def shape(self, num_rows: int) -> float:
         """The time of a step relative to others; only ratios mean something."""
