@@ -54,11 +54,14 @@ class Stream:
     may_fork: bool = False
     """it ran in the last step, and its tables hold no blocks ahead of its tokens"""
     was_counted: bool = False
+    num_slots: int = 0
+    """tokens for which it has slots because of drafts; 0 without drafts"""
 
     def past(self, group: int, position: int) -> Past:
         """What the slot of a token holds: all that its keys and values depend on."""
         items = dict(self.key.media)
-        shown = [items.get(i, token_id) for i, token_id in enumerate(self.token_ids[: position + 1])]
+        shown: list[object] = [items.get(i, token_id) for i, token_id in enumerate(self.token_ids[: position + 1])]
+        shown += ["draft"] * (position >= len(self.token_ids))
         return (group, self.key.lora_id, self.key.cache_salt, *shown)
 
 
@@ -159,6 +162,17 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 self.grow(stream, chunk)
             self.commit(drawn, NOBODY)
 
+    @precondition(lambda self: self.is_planning)
+    @rule(index=which, num_drafts=st.integers(1, 9))
+    def draft(self, index, num_drafts):
+        """Slots for tokens behind the newest one, which turn out wrong."""
+        planned = [s for s in self.streams if s.state == "running" and s.end == len(s.token_ids)]
+        stream = planned[index % len(planned)] if planned else None
+        end = 0 if stream is None else max(stream.num_slots, min(stream.end + num_drafts, self.config.max_tokens))
+        if stream is not None and self.manager.can_append(stream.seq_id, stream.num_computed, end):
+            self.manager.append(stream.seq_id, stream.num_computed, end)
+            stream.num_slots = end
+
     @precondition(lambda self: self.idle("running"))
     @rule(index=which)
     def preempt(self, index):
@@ -169,7 +183,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def stop(self, stream: Stream) -> None:
         self.manager.free(stream.seq_id)
-        stream.state, stream.num_computed = "waiting", 0
+        stream.state, stream.num_computed, stream.num_slots = "waiting", 0, 0
 
     @precondition(lambda self: self.idle("running"))
     @rule(first=which, second=which)
@@ -207,7 +221,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         planned = [stream for stream in self.streams if stream.end is not None]
         for copy in self.manager.take_copies([stream.seq_id for stream in planned], self.manager.step):
             yield partial(self.copy, self.device, copy.src_block, self.device, copy.dst_block, copy.num_slots)
-        yield from (partial(self.write, s, position) for s in planned for position in range(s.num_computed, s.end))
+        ends = [(stream, max(stream.end, stream.num_slots)) for stream in planned]
+        yield from (partial(self.write, s, position) for s, end in ends for position in range(s.num_computed, end))
 
     def copy(self, source, source_block, target, target_block, num_slots=None) -> None:
         for offset in range(self.config.block_size if num_slots is None else num_slots):
@@ -233,6 +248,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
             if stream in self.streams:
                 stream.num_computed, stream.end = stream.end, None
                 self.manager.publish(stream.seq_id, stream.token_ids, stream.num_computed)
+                if stream.num_slots:
+                    self.manager.shrink(stream.seq_id, stream.num_computed)
+                    stream.num_slots = 0
                 if stream.num_computed == len(stream.token_ids):
                     self.draw(stream, drawn >> index & 1)
         self.end_step()
@@ -341,7 +359,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for stream in self.streams:
             if stream.state == "running":
                 _, num_held = self.manager.gain([stream.seq_id])
-                assert num_held <= self.config.blocks_to_hold(len(stream.token_ids))
+                assert num_held <= self.config.blocks_to_hold(max(stream.num_slots, len(stream.token_ids)))
 
     @invariant()
     def every_looked_up_token_is_a_hit_or_a_miss(self):
