@@ -65,6 +65,20 @@ def test_entries_that_slid_out_are_zero_in_a_read_only_snapshot():
         snapshot[4] = 1
 
 
+def test_snapshots_stay_as_they_are_when_blocks_are_cut_and_others_added():
+    table = BlockTable([3, 4, 5])
+    before = table.snapshot()
+    assert table.cut(3) == []
+    assert table.snapshot() is before
+    assert table.cut(1) == [4, 5]
+    cut = table.snapshot()
+    table.extend([6])
+    table.extend([7])
+    assert table.cut(2) == [7]
+    assert [ids.tolist() for ids in (before, cut, table.snapshot())] == [[3, 4, 5], [3], [3, 6]]
+    assert not cut.flags.writeable
+
+
 def test_a_snapshot_is_made_again_only_after_a_change_of_the_table():
     manager = make_manager(12)
     run(manager, 0, [1] * 8)

@@ -6,6 +6,9 @@ import numpy as np
 
 from quire.common.batch import BlockIds
 
+_NO_IDS = np.empty(0, np.int32)
+_NO_IDS.flags.writeable = False
+
 
 class BlockTable:
     """A growing array of block ids. Not thread-safe; owned by the BlockSpaceManager.
@@ -17,7 +20,7 @@ class BlockTable:
 
     def __init__(self, ids: Sequence[int] = (), first: int = 0) -> None:
         self._ids = [0] * first + list(ids)
-        self._snapshot: BlockIds | None = None
+        self._snapshot = _NO_IDS  # of the first entries, as far as they have not changed
         self.first = first
 
     @property
@@ -28,19 +31,18 @@ class BlockTable:
     def extend(self, block_ids: Sequence[int]) -> None:
         """Add blocks at the end."""
         self._ids += block_ids
-        self._snapshot = None
 
     def replace(self, index: int, block_id: int) -> None:
         """Put another block in place of the one at `index`."""
         self._ids[index] = block_id
-        self._snapshot = None
+        self._snapshot = _NO_IDS
 
     def cut(self, num_blocks: int) -> list[int]:
         """Remove the blocks behind the first `num_blocks`; returns them."""
         gone = self._ids[num_blocks:]
         if gone:
             del self._ids[num_blocks:]
-            self._snapshot = None
+            self._snapshot = self._snapshot[:num_blocks]
         return gone
 
     def slide(self, first: int) -> list[int]:
@@ -48,7 +50,7 @@ class BlockTable:
         gone = self._ids[self.first : first]
         self._ids[self.first : first] = [0] * len(gone)
         self.first += len(gone)
-        self._snapshot = None
+        self._snapshot = _NO_IDS
         return gone
 
     def __getitem__(self, index: int) -> int:
@@ -60,8 +62,8 @@ class BlockTable:
 
     def snapshot(self) -> BlockIds:
         """A read-only array of all entries, for a Batch; the same one until the table changes."""
-        if self._snapshot is None:
-            self._snapshot = np.array(self._ids, np.int32)
+        if (known := len(self._snapshot)) < len(self._ids):
+            self._snapshot = np.concatenate([self._snapshot, np.array(self._ids[known:], np.int32)])
             self._snapshot.flags.writeable = False
         return self._snapshot
 
