@@ -34,7 +34,7 @@ class RowTimes:
         self._last_seen: list[int] = []
         self._last_rows = 0
         self.pace = 0.0
-        """The seconds of one unit of `shape`, about a step of one row; 0 before the first step. `observe` changes it."""
+        """The seconds of one unit of `shape`, about a step of one row; 0 before the first. `observe` changes it."""
         self._num_steps = 0
 
     def observe(self, num_rows: int, seconds: float) -> None:
