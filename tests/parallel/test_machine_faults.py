@@ -42,7 +42,7 @@ SLACK_S = 20.0
     [
         ("tensor_parallel_size", "weights.load", 2),
         ("tensor_parallel_size", "rank.step", 2),
-        ("tensor_parallel_size", "memory.workspace", 150),
+        ("tensor_parallel_size", "memory.workspace", 230),
         ("pipeline_parallel_size", "weights.load", 2),
         ("pipeline_parallel_size", "stage.step", 2),
         ("pipeline_parallel_size", "memory.workspace", 100),

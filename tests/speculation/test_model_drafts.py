@@ -67,16 +67,16 @@ def test_a_pass_is_timed_in_units_of_steps_and_an_accident_counts_little() -> No
     assert pass_time() == 0, "nothing is known of a pass"
     drafts.observe(1.0, 4)
     assert pass_time() == pytest.approx(0.5)
-    rows._pace = 0.0
+    rows.pace = 0.0
     assert pass_time() == 0, "nothing is known of a unit"
-    rows._pace = 0.5
+    rows.pace = 0.5
     drafts.observe(1.2, 4)
     assert pass_time() == pytest.approx(0.51)
     drafts.observe(99.0, 1)
     assert pass_time() == pytest.approx(0.51 + 0.1 * 0.51), "twice as long at most"
     assert drafts.times(4, rows)[1] == pytest.approx(rows.shape(8) + 1.1 * 0.51)
     assert len(drafts.times(4, rows)) == 3
-    rows._shape, rows._pace = [100.0], 0.005
+    rows._shape, rows.pace = [100.0], 0.005
     assert drafts.times(1, rows) == pytest.approx([100.0, 102.0 + 56.1, 104.0 + 112.2]), "in whatever unit"
 
 
