@@ -334,7 +334,7 @@ def test_an_engine_is_replaced_in_each_phase_in_which_ranks_end(
 
     def start_dying(its: Any, variables: Any) -> Any:
         monkeypatch.setattr(link, "start_process", start)  # the next one does not
-        fault = Fault(point, action, after={"weights.load": 2, "memory.workspace": 150}.get(point, 4))
+        fault = Fault(point, action, after={"weights.load": 2, "memory.workspace": 230}.get(point, 4))
         process = start(its, environment(fault))
         dying.append(process.pid)
         return process
