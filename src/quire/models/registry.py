@@ -62,9 +62,7 @@ _OWN = "float32, bfloat16, int8, int4"
 _STORED = f"{_OWN}; GGUF, GPTQ, AWQ, compressed-tensors, FP8, MXFP4"
 _DENSE_SHARE = "bfloat16 0.92 to 0.95, int8 0.89 to 0.91: one prompt, `python -m benchmarks throughput`"
 _DENSE = ModelKind("dense", _STORED, _DENSE_SHARE)
-_ENCODER_SHARE = (
-    "bfloat16 0.66 to 0.68, int8 0.5 to 0.54 (AMX 0.14, 0.07): 256 texts, `python -m benchmarks embeddings`"
-)
+_ENCODER = "bfloat16 0.66 to 0.68, int8 0.5 to 0.54 (AMX 0.14, 0.07): 256 texts, `python -m benchmarks embeddings`"
 _KINDS = {
     "mixtures": ModelKind("mixture", _STORED, "int4 0.78 to 0.9: one prompt, `python -m benchmarks mixture`"),
     "latent": ModelKind(
@@ -73,7 +71,7 @@ _KINDS = {
         "attention, without AMX: bfloat16 0.56 to 0.71 (eight prompts 0.6 to 0.74), float32 0.27 to 0.69; with AMX: "
         "bfloat16 0.45 to 0.53; `quire bench attention`",
     ),
-    "encoders": ModelKind("encoder", _OWN, _ENCODER_SHARE),
+    "encoders": ModelKind("encoder", _OWN, _ENCODER),
 }
 """By the folder of `quire.models.families`. All others are dense."""
 
