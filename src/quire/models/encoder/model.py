@@ -185,9 +185,9 @@ class Encoder(Model):
         """As Model says; there is nothing to keep, and so no cache."""
         residual = self._embed(batch)  # [num_tokens, hidden]
         x: Tensor | None = None
-        *layers, last = self._order
+        (*layers, last), whole = self._order, batch.whole
         for layer in layers:
-            x, residual = layer(x, residual, batch.whole, NO_CACHE)
+            x, residual = layer(x, residual, whole, NO_CACHE)
         x, residual = last(x, residual, batch, NO_CACHE)
         return self._sum(x, residual)
 
