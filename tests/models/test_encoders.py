@@ -288,7 +288,6 @@ def test_every_encoder_gives_the_rows_that_are_pooled(
     config = ModelConfig.resolve(folder, dtype="float32", pooler_config={"pooling_type": mode})
     model: Any = load_model(config)
     runner = ModelRunner(model, (), 16, 64, kernels.backend_for("cpu"))
-    given = list[int]()
     pool, given = model.pooler.pool, list[int]()
     monkeypatch.setattr(model.pooler, "pool", lambda rows, *args: (given.append(len(rows)), pool(rows, *args))[1])
     specs = (EMBED, PoolSpec("token_embed"))

@@ -49,7 +49,7 @@ def caches(decoding: Decoding) -> list[Tensor]:
 
 
 def leave_out(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on rows are left out if there are at least so many."""
+    """From now on the last layer leaves out rows that nothing reads wherever a step has `least` of them."""
     for module in (decode_graphs, model_runner):
         monkeypatch.setattr(module, "most_read", lambda num_tokens: num_tokens - least)
 
