@@ -66,8 +66,9 @@ QUIRE_INLINE f32 as_float(i32 v) { return (f32)v; }
 QUIRE_INLINE f32 select(i32 mask, f32 a, f32 b) { return mask ? a : b; }
 QUIRE_INLINE f32 abs(f32 v) { return as_float(as_int(v) & 0x7fffffff); }
 
-// Hides v from the optimiser, for benchmarks.
-QUIRE_INLINE void keep_in_register(f32& v) {
+// Keeps the compiler from changing how v is computed, or when. Of several, the order stays.
+template <typename Vector>
+QUIRE_INLINE void keep_in_register(Vector& v) {
 #if defined(__x86_64__)
   asm volatile("" : "+v"(v));
 #elif defined(__aarch64__)

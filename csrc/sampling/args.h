@@ -8,7 +8,8 @@ namespace quire {
 // Rows are first reduced to this many maxima at most; a top-k up to it needs one pass over the row.
 constexpr int64_t kMaxChunks = 1024;
 constexpr int kHistograms = 4;
-constexpr int kMaxRadixBins = 2048;
+constexpr int kRadixBits = 11;
+constexpr int kRadixBins = 1 << kRadixBits;
 
 // List i is ids[starts[i]] to ids[starts[i + 1]].
 struct TokenLists {
@@ -60,9 +61,9 @@ struct LogprobArgs {
 
 // What one thread needs: [vocab] each, but where it says otherwise.
 struct SampleScratch {
-  float* chunk_max;   // [kMaxChunks]
-  double* histogram;  // [kHistograms, kMaxRadixBins]
-  double* weights;    // the candidates
+  float* chunk_max;    // [kMaxChunks]
+  double* histograms;  // [kHistograms, kRadixBins]
+  double* weights;     // of candidates, or of runs of them
   float* logits;
   int32_t* ids;
   int32_t* members;  // of one bin of the histogram

@@ -8,7 +8,7 @@ namespace quire::QUIRE_ISA {
 // log of the sum of exp(logit - largest) over a row that holds more than -inf.
 static inline double log_sum(const float* logits, int64_t vocab, float largest) {
   constexpr int64_t kBlock = 512;
-  const Weigher weigher(largest, 1.0);
+  const Weigher<false> weigher(largest, 1.0);
   double total = 0.0;
   for (int64_t i = 0; i < vocab; i += kBlock) {
     const int64_t count = vocab - i < kBlock ? vocab - i : kBlock;

@@ -4,103 +4,119 @@
 
 #include "sampling/changes.h"
 #include "sampling/select.h"
+#include "sampling/weights.h"
 
 namespace quire::QUIRE_ISA {
 
-// The candidates that top-k, min-p and top-p leave, with weights. The row holds more than -inf; temperature is not 0.
-class Cutter {
+// The candidates of one row that top-k, min-p and top-p leave, and the token that is drawn among them. The row holds
+// more than -inf; temperature is not 0. Rough weights take half the time, and nearly always decide the same beyond
+// doubt.
+template <bool kRough>
+class RowDraw {
  public:
-  Cutter(const SampleArgs& args, int64_t row_index, const Row& row, const SampleScratch& scratch)
+  RowDraw(const SampleArgs& args, int64_t row_index, const Row& row, const SampleScratch& scratch)
       : row_(row),
         s_(scratch),
+        weigher_(row.largest(), args.temperature[row_index]),
         vocab_(args.vocab),
         temperature_(args.temperature[row_index]),
         top_k_(args.top_k[row_index]),
         top_p_(args.top_p[row_index]),
-        min_p_(args.min_p[row_index]) {}
+        min_p_(args.min_p[row_index]),
+        uniform_(args.uniform[row_index]) {}
 
-  Candidates cut() const {
+  Candidates candidates() {
     Candidates c = top_k_ > 0 && top_k_ < vocab_ ? row_.take_top_k(top_k_) : row_.all();
-    if (min_p_ > 0.0) c = take_min_p(c);
-    Weigher(row_.largest(), temperature_).weigh(c.logits, c.count, s_.weights);
-    c.weights = s_.weights;
+    // A probability is min_p times the largest where the logit is the largest + temperature * log(min_p).
+    if (min_p_ > 0.0) c = row_.take_above(c, round_up(logit_of(min_p_)));
     return top_p_ < 1.0 ? take_top_p(c) : c;
   }
 
- private:
-  // A probability is min_p times the largest where the logit is the largest + temperature * log(min_p).
-  Candidates take_min_p(const Candidates& c) const {
-    const double bound = logit_of(min_p_);
-    return row_.compact_above(c, bound, [&](int64_t i) { return c.logits[i] >= bound; });
+  // The first of the candidates whose cumulative weight exceeds `uniform` times the total.
+  int64_t token() {
+    const Candidates c = candidates();
+    const double* const sums = s_.weights;
+    const double total = weigher_.sum_runs(c.logits, c.count, s_.weights), target = uniform_ * total;
+    const int64_t num_runs = (c.count + kRun - 1) / kRun;
+    int64_t last_run = 0;  // the last run with any weight
+    for (int64_t run = 0; run < num_runs; ++run) last_run = sums[run] > 0.0 ? run : last_run;
+    double before = 0.0;
+    int64_t drawn = 0;  // the last one with any weight, should rounding keep the sum from exceeding the target
+    for (int64_t run = 0; run <= last_run; before += sums[run++]) {
+      if (before + sums[run] <= target && run < last_run) continue;
+      const int64_t begin = run * kRun, count = c.count - begin < kRun ? c.count - begin : kRun;
+      double weights[kRun], cumulative = before;
+      weigher_.weigh(c.logits + begin, count, weights);
+      for (int64_t i = 0; i < count; ++i) {
+        if (weights[i] == 0.0) continue;
+        drawn = c.ids ? c.ids[begin + i] : begin + i;
+        const double previous = cumulative;
+        cumulative += weights[i];
+        if (cumulative > target) {
+          decide(previous, target, cumulative, total);
+          return drawn;
+        }
+      }
+    }
+    is_certain_ = !kRough;
+    return drawn;
   }
 
-  Candidates take_top_p(const Candidates& c) const {
-    const double total = sum_weights(c.weights, c.count);
-    if (c.ids) return row_.apply(c, find_cut(c, top_p_ * total, s_));
+  // Whether exact weights would give the same.
+  bool is_certain() const { return is_certain_; }
+
+ private:
+  Candidates take_top_p(const Candidates& all) {
+    const double total = weigher_.sum_runs(all.logits, all.count, s_.weights);
     // All candidates this light together weigh less than what top-p leaves out.
-    const double light = total * (1.0 - top_p_) / static_cast<double>(c.count) * (1.0 - 1e-9);
-    double bound = light > 0.0 ? logit_of(light) : kNegativeInfinity;
-    bound -= 1e-6 * __builtin_fabs(bound);  // a rounding error more, which the slack in `light` covers
-    return row_.apply(c, find_cut(c, top_p_ * total, s_, row_.list_above(bound)));
+    const double light = total * (1.0 - top_p_) / static_cast<double>(all.count) * (1.0 - 1e-9);
+    double bound = logit_of(light);
+    if (bound != __builtin_inf()) bound -= 1e-6 * __builtin_fabs(bound);  // for rounding errors
+    const Candidates c = row_.take_above(all, round_up(bound));
+    weigher_.weigh(c.logits, c.count, s_.weights);
+    const double target = top_p_ * total;
+    const Cut cut = find_cut(c, s_.weights, target, round_up(bound), row_.largest(), s_);
+    decide(cut.mass - s_.weights[cut.last], target, cut.mass, total);
+    return row_.apply(c, cut);
+  }
+
+  // That `target` lies between these two sums of weights: beyond doubt if further than rough weights can be wrong,
+  // whose sums are wrong by 1e-10 of the total at most.
+  void decide(double below, double target, double above, double total) {
+    constexpr double kTolerance = kRough ? 1e-9 : 0.0;
+    is_certain_ &= target - below >= kTolerance * total && above - target >= kTolerance * total;
   }
 
   // Of a token with this share of the largest weight.
-  double logit_of(double weight) const {
+  double logit_of(double share) const {
     const double largest = row_.largest();
-    return largest == __builtin_inf() ? largest : largest + temperature_ * __builtin_log(weight);
+    return share == 1.0 || largest == __builtin_inf() ? largest : largest + temperature_ * __builtin_log(share);
   }
 
   const Row& row_;
   const SampleScratch& s_;
+  Weigher<kRough> weigher_;
   int64_t vocab_;
   double temperature_;
   int64_t top_k_;
-  double top_p_, min_p_;
+  double top_p_, min_p_, uniform_;
+  bool is_certain_ = true;
 };
-
-// The first candidate whose cumulative weight exceeds `uniform` times the total.
-static inline int64_t invert(const Candidates& c, double uniform) {
-  constexpr int64_t kRun = 256;
-  const auto token = [&](int64_t i) { return c.ids ? c.ids[i] : i; };
-  const auto run_sum = [&](int64_t i) { return sum_weights(c.weights + i, c.count - i < kRun ? c.count - i : kRun); };
-  double total = 0.0;
-  int64_t last_run = 0;  // the last run with any weight
-  for (int64_t i = 0; i < c.count; i += kRun) {
-    const double weight = run_sum(i);
-    total += weight;
-    if (weight > 0.0) last_run = i;
-  }
-  const double target = uniform * total;
-  double before = 0.0;
-  int64_t drawn = 0;  // the last one with any weight, should rounding keep the sum from exceeding the target
-  for (int64_t i = 0; i <= last_run; i += kRun) {
-    const double after = before + run_sum(i);
-    if (after > target || i == last_run) {
-      double cumulative = before;
-      for (int64_t j = i; j < c.count && j < i + kRun; ++j) {
-        if (c.weights[j] == 0.0) continue;
-        cumulative += c.weights[j];
-        if (cumulative > target) return token(j);
-        drawn = j;
-      }
-    }
-    before = after;
-  }
-  return token(drawn);
-}
 
 static int64_t sample_row(const SampleArgs& args, int64_t index, const SampleScratch& scratch) {
   const Row row(changed_logits(args, index, scratch), args.vocab, scratch);
   if (row.largest() == kNegativeInfinity) return likeliest_allowed(args, index);
   if (args.temperature[index] == 0.0) return row.first_largest();
-  return invert(Cutter(args, index, row, scratch).cut(), args.uniform[index]);
+  RowDraw<true> rough(args, index, row, scratch);
+  const int64_t token = rough.token();
+  return rough.is_certain() ? token : RowDraw<false>(args, index, row, scratch).token();
 }
 
 static void process_row(const SampleArgs& args, int64_t index, float* out, const SampleScratch& scratch) {
   const Row row(changed_logits(args, index, scratch), args.vocab, scratch);
   const double temperature = args.temperature[index];
   const bool is_cut = temperature != 0.0 && row.largest() != kNegativeInfinity;
-  const Candidates kept = is_cut ? Cutter(args, index, row, scratch).cut() : row.all();
+  const Candidates kept = is_cut ? RowDraw<false>(args, index, row, scratch).candidates() : row.all();
   if (kept.ids) {
     for (int64_t i = 0; i < args.vocab; ++i) out[i] = kNegativeInfinity;
   }
