@@ -68,6 +68,13 @@ def throughput(run: Run) -> Iterator[Row]:
         yield from interleaved(run, made, checkpoint, cases + mixed, 4096, costs)
 
 
+def sampled(run: Run) -> Iterator[Row]:
+    """Measure batches whose tokens are drawn at temperature 0.8 with top-p 0.95, with all engines in bfloat16."""
+    made = [engine(run.folder, "bfloat16") for engine in PRECISIONS["bfloat16"]]
+    cases = [case(num_prompts, 128, 64) | {"sampled": True} for num_prompts in ((1, 8) if run.quick else (1, 8, 32))]
+    yield from interleaved(run, made, ensure_checkpoint(run.checkpoint), cases, 4096)
+
+
 def embedded(run: Run) -> Iterator[Row]:
     """Measure steps per second of the embedded checkpoint, whose time is mostly spent outside the model."""
     engines = [engine(run.folder) for engine in (Quire, Vllm, Transformers)]
@@ -250,6 +257,7 @@ PEERS = "speculation_peers"
 FIGURES: dict[str, Callable[[Run], Iterator[Row]]] = {
     "machine": machine,
     "throughput": throughput,
+    "sampled": sampled,
     "embedded": embedded,
     "mixture": comparisons.mixture,
     "formats": comparisons.formats,

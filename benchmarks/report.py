@@ -79,6 +79,13 @@ def _throughput(rows: Sequence[Row], plots: Path) -> Iterator[str]:
         yield from _engines([row for row in rows if row["precision"] == precision])
 
 
+def _sampled(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from title("Sampled tokens", "python -m benchmarks sampled")
+    yield "The same checkpoint in bfloat16, tokens drawn at temperature 0.8 with top-p 0.95. Random weights give nearly"
+    yield "flat logits, of which top-p keeps most: that takes longer than behind a trained model.\n"
+    yield from _engines(rows)
+
+
 def _embedded(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from title("The embedded checkpoint", "python -m benchmarks embedded")
     yield "quire-tiny has 7 million weights, which fit into the CPU's caches: this measures everything but the model.\n"
@@ -356,6 +363,7 @@ def _kv_cache(rows: Sequence[Row], plots: Path) -> Iterator[str]:
 _SECTIONS: dict[str, Callable[[Sequence[Row], Path], Iterator[str]]] = {
     "machine": _machine,
     "throughput": _throughput,
+    "sampled": _sampled,
     "embedded": _embedded,
     "mixture": _mixture,
     "formats": _formats,

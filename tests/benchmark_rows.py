@@ -19,6 +19,14 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             for output_len in (64, 1) for engine, more in (("quire", {}), ("other", {"quire_speedup": 1.73}))
         ),
     ],
+    "sampled": [
+        {"engine": "quire", "precision": "bfloat16", "load_s": 1.0},
+        {
+            "engine": "quire", "precision": "bfloat16", "num_prompts": 8, "input_len": 128, "output_len": 64,
+            "elapsed_s": [1.0], "output_tokens_per_s": 71.5, "input_tokens_per_s": 99.5, "steps_per_s": 8.0,
+            "read_gb_per_s": 40.5, "peak_gflop_per_s": 900,
+        },
+    ],
     "embeddings": [
         {"engine": "quire", "precision": "int8", "load_s": 1.5},
         {

@@ -1,14 +1,14 @@
 """llama.cpp through llama-cpp-python's bindings: `llama_cpp_batch MODEL.gguf NUM_THREADS`.
 
 The package's own `Llama` runs one prompt at a time, so this driver builds the batches: the prompts in steps of n_batch
-tokens, then steps of one token (the likeliest) for each sequence.
+tokens, then steps of one token for each sequence.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from benchmarks.drivers.protocol import Handler, random_prompts, serve, timed
+from benchmarks.drivers.protocol import TEMPERATURE, TOP_P, Handler, random_prompts, serve, timed
 
 _BATCH_TOKENS = 2048
 _MAX_SEQS = 32
@@ -32,8 +32,19 @@ def load() -> Mapping[str, Handler]:
     vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
     batch = lib.llama_batch_init(_BATCH_TOKENS, 0, 1)
 
-    def decode(tokens: Iterable[tuple[int, int, int, bool]]) -> dict[int, int]:
-        """Run (token id, position, sequence, draws) tuples; return the likeliest next token of each that draws."""
+    sampler = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+    for step in (lib.llama_sampler_init_top_p(TOP_P, 1), lib.llama_sampler_init_temp(TEMPERATURE)):
+        lib.llama_sampler_chain_add(sampler, step)
+    lib.llama_sampler_chain_add(sampler, lib.llama_sampler_init_dist(0))
+
+    def likeliest(i: int) -> int:
+        return int(np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), (vocab_size,)).argmax())
+
+    def drawn_token(i: int) -> int:
+        return int(lib.llama_sampler_sample(sampler, context, i))
+
+    def decode(tokens: Iterable[tuple[int, int, int, bool]], choose: Callable[[int], int]) -> dict[int, int]:
+        """Run (token id, position, sequence, draws) tuples; return the next token of each that draws."""
         drawn = {}
         batch.n_tokens = 0
         for i, (token_id, position, seq_id, draws) in enumerate(tokens):
@@ -44,12 +55,9 @@ def load() -> Mapping[str, Handler]:
                 drawn[seq_id] = i
         if lib.llama_decode(context, batch) != 0:
             raise RuntimeError("llama_decode failed")
-        return {
-            seq_id: int(np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), (vocab_size,)).argmax())
-            for seq_id, i in drawn.items()
-        }
+        return {seq_id: choose(i) for seq_id, i in drawn.items()}
 
-    def run(prompts: list[list[int]], output_len: int) -> None:
+    def run(prompts: list[list[int]], output_len: int, choose: Callable[[int], int]) -> None:
         lib.llama_memory_clear(lib.llama_get_memory(context), True)
         inputs = [
             (token_id, position, seq_id, position == len(prompt) - 1)
@@ -58,13 +66,14 @@ def load() -> Mapping[str, Handler]:
         ]
         last: dict[int, int] = {}
         for start in range(0, len(inputs), _BATCH_TOKENS):
-            last |= decode(inputs[start : start + _BATCH_TOKENS])
+            last |= decode(inputs[start : start + _BATCH_TOKENS], choose)
         for step in range(output_len - 1):
-            last = decode((token_id, len(prompts[seq_id]) + step, seq_id, True) for seq_id, token_id in last.items())
+            tokens = ((token_id, len(prompts[seq_id]) + step, seq_id, True) for seq_id, token_id in last.items())
+            last = decode(tokens, choose)
 
-    def generate(num_prompts: int, input_len: int, output_len: int) -> dict[str, Any]:
+    def generate(num_prompts: int, input_len: int, output_len: int, sampled: bool = False) -> dict[str, Any]:
         prompts = random_prompts(num_prompts, input_len)
-        return {"elapsed_s": timed(lambda: run(prompts, output_len))}
+        return {"elapsed_s": timed(lambda: run(prompts, output_len, drawn_token if sampled else likeliest))}
 
     return {"generate": generate}
 

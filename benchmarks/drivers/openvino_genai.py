@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.drivers.protocol import Handler, random_prompts, serve, timed
+from benchmarks.drivers.protocol import TEMPERATURE, TOP_P, Handler, random_prompts, serve, timed
 
 _CACHE_GIB = 2
 
@@ -24,9 +24,10 @@ def load() -> Mapping[str, Handler]:
     properties = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"}
     pipeline = genai.ContinuousBatchingPipeline(sys.argv[1], scheduler, "CPU", properties)
 
-    def generate(num_prompts: int, input_len: int, output_len: int) -> dict[str, Any]:
+    def generate(num_prompts: int, input_len: int, output_len: int, sampled: bool = False) -> dict[str, Any]:
         prompts = [ov.Tensor(np.array([ids], np.int64)) for ids in random_prompts(num_prompts, input_len)]
-        config = genai.GenerationConfig(max_new_tokens=output_len, ignore_eos=True, do_sample=False)
+        how = {"do_sample": True, "temperature": TEMPERATURE, "top_p": TOP_P} if sampled else {"do_sample": False}
+        config = genai.GenerationConfig(max_new_tokens=output_len, ignore_eos=True, **how)
         return {"elapsed_s": timed(lambda: pipeline.generate(prompts, [config] * num_prompts))}
 
     return {"generate": generate}

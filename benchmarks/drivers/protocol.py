@@ -10,6 +10,9 @@ from typing import Any
 
 Handler = Callable[..., dict[str, Any]]
 
+TEMPERATURE, TOP_P = 0.8, 0.95
+"""How tokens are drawn where `generate` is asked to sample; otherwise the likeliest one is taken."""
+
 _SEED = 0
 _TOKEN_IDS = range(3, 7000)
 """Token ids that are in every vocabulary, without special tokens."""

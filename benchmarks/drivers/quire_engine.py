@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from benchmarks.drivers.protocol import Handler, random_prompts, serve, timed
+from benchmarks.drivers.protocol import TEMPERATURE, TOP_P, Handler, random_prompts, serve, timed
 
 if TYPE_CHECKING:
     from quire.common.batch import Batch
@@ -40,8 +40,11 @@ def load() -> Mapping[str, Handler]:
     block_size = plan.kv_cache.block_size
     loaded = EngineArgs(**arguments).lora_requests()
 
-    def generate(num_prompts: int, input_len: int, output_len: int, adapters: int = 0) -> dict[str, Any]:
-        params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    def generate(
+        num_prompts: int, input_len: int, output_len: int, adapters: int = 0, sampled: bool = False
+    ) -> dict[str, Any]:
+        how = {"temperature": TEMPERATURE, "top_p": TOP_P} if sampled else {"temperature": 0}
+        params = SamplingParams(**how, max_tokens=output_len, ignore_eos=True)
         prompts = random_prompts(num_prompts, input_len)
         lora = [loaded[i % adapters] for i in range(num_prompts)] if adapters else None
         return {"elapsed_s": timed(lambda: llm.generate(prompts, params, use_tqdm=False, lora_request=lora))}

@@ -2,9 +2,10 @@
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from benchmarks.drivers.protocol import Handler, random_prompts, serve, timed
+from benchmarks.drivers.protocol import TEMPERATURE, TOP_P, Handler, random_prompts, serve, timed
 
 
 def load() -> Mapping[str, Handler]:
@@ -15,14 +16,14 @@ def load() -> Mapping[str, Handler]:
     model: Any = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
     model.generation_config.eos_token_id = None
 
-    def generate(num_prompts: int, input_len: int, output_len: int) -> dict[str, Any]:
+    def generate(num_prompts: int, input_len: int, output_len: int, sampled: bool = False) -> dict[str, Any]:
         ids = torch.tensor(random_prompts(num_prompts, input_len))
         mask = torch.ones_like(ids)
-        return {
-            "elapsed_s": timed(
-                lambda: model.generate(ids, attention_mask=mask, max_new_tokens=output_len, do_sample=False)
-            )
-        }
+        how: dict[str, Any] = {"do_sample": False}
+        if sampled:
+            how = {"do_sample": True, "temperature": TEMPERATURE, "top_p": TOP_P, "top_k": 0}
+        run = partial(model.generate, ids, attention_mask=mask, max_new_tokens=output_len, **how)
+        return {"elapsed_s": timed(run)}
 
     return {"generate": generate}
 

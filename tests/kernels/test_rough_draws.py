@@ -1,5 +1,6 @@
-"""Draws so near the bound between two tokens that rough weights cannot decide them."""
+"""Draws so near a bound between two tokens that rough weights cannot decide them."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -48,3 +49,11 @@ def test_equal_halves(isa: str) -> None:
     how = drawing(3, torch.tensor([0.0, 0.5 - 1e-16, 0.5], dtype=torch.float64))
     with using(isa):
         assert kernels.sample(torch.zeros(3, 2), how).tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("nudge", "expected"), [(-1e-12, 1), (1e-12, 0)])
+def test_min_p_between_two_floats(isa: str, nudge: float, expected: int) -> None:
+    how = drawing(1, 0.999, min_p=math.exp(-1) + nudge)
+    with using(isa):
+        assert kernels.sample(torch.tensor([[0.0, -1.0]]), how).item() == expected
