@@ -9,11 +9,12 @@ import asyncio
 import errno
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
@@ -195,7 +196,7 @@ def _prepare(connection: sqlite3.Connection, fail: Callable[[bytes, str], bytes]
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute("PRAGMA secure_delete = ON")  # what was deleted is not left in free pages
-    with _Transaction(connection):
+    with _transaction(connection):
         if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
             for statement in _SCHEMA:
                 connection.execute(statement)
@@ -204,30 +205,24 @@ def _prepare(connection: sqlite3.Connection, fail: Callable[[bytes, str], bytes]
             connection.execute("UPDATE responses SET running = 0, response = ? WHERE id = ?", (failed, key))
 
 
-class _Transaction:
+@contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
     """BEGIN IMMEDIATE ... COMMIT; ROLLBACK if anything fails, the commit itself included."""
-
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self._connection = connection
-
-    def __enter__(self) -> None:
-        self._connection.execute("BEGIN IMMEDIATE")
-
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        try:
-            if kind is None:
-                fault_point("store.write")
-                self._connection.execute("COMMIT")
-        finally:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        fault_point("store.write")
+        connection.execute("COMMIT")
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
 
 
 def _write(
     connection: sqlite3.Connection, statement: str, owner: str, new: StoredResponse, max_responses: int, max_bytes: int
 ) -> None:
     num_bytes = len(new.response) + len(new.input_items)
-    with _Transaction(connection):
+    with _transaction(connection):
         connection.execute(statement, {**msgspec.structs.asdict(new), "owner": owner, "num_bytes": num_bytes})
         _evict(connection, new.id, max_responses, max_bytes)
 
@@ -273,5 +268,5 @@ def _chain(connection: sqlite3.Connection, owner: str, response_id: str, max_byt
 
 
 def _delete(connection: sqlite3.Connection, owner: str, response_id: str) -> bool:
-    with _Transaction(connection):
+    with _transaction(connection):
         return connection.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (response_id, owner)).rowcount > 0
