@@ -12,15 +12,14 @@ from quire.server.api.ollama import protocol as api
 from quire.server.http.errors import ApiError, invalid
 from quire.server.models.entry import MAX_KEEP_ALIVE_S
 
+_SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 FIELD_NAMES: Mapping[str, str] = {
     "prompt": "messages", "max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty",
-    "response_format": "format",
-} | {name: f"options.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop",
-                                            "presence_penalty", "frequency_penalty")}  # fmt: skip
+    "response_format": "format", **{name: f"options.{name}" for name in _SAME},
+}  # fmt: skip
 """Names in this API of fields that error messages call otherwise."""
 _NEUTRAL = {"mirostat": 0, "typical_p": 1.0, "tfs_z": 1.0}
 """Options for ways of sampling that the engine does not have, with the values that turn them off."""
-_SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 _THINKING = ("low", "medium", "high")
 _UNLIMITED = 2**31  # tokens, more than any context holds
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
