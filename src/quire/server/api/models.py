@@ -1,10 +1,9 @@
 """/v1/models: the models that are served, under each of their names; in the form of OpenAI's or of Anthropic's API."""
 
-from datetime import UTC, datetime
-
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from quire.server.api.ollama.stream import rfc3339
 from quire.server.api.tokens.protocol import AnthropicModelCard, AnthropicModelList, ModelCard, ModelList
 from quire.server.http.endpoint import Endpoint, json_response
 from quire.server.http.state import ServerState, state_of
@@ -46,8 +45,7 @@ def _card(state: ServerState, name: str) -> ModelCard:
 
 
 def _anthropic_card(state: ServerState, name: str) -> AnthropicModelCard:
-    created = datetime.fromtimestamp(int(state.started), UTC).isoformat().replace("+00:00", "Z")
-    entry = state.models.find(name)
+    created, entry = rfc3339(int(state.started)), state.models.find(name)
     max_model_len = None if entry.llm is None else entry.llm.model_config.max_model_len
     return AnthropicModelCard(id=name, display_name=name, created_at=created, max_input_tokens=max_model_len)
 
