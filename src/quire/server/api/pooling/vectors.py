@@ -7,14 +7,14 @@ import numpy as np
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from quire.common.params import PoolingParams, PoolingTask
+from quire.common.params import PoolingTask
 from quire.server.api.pooling import protocol as api
 from quire.server.api.pooling.answers import BYTES, Numbers, Output, num_numbers, rows_response, vectors_response
 from quire.server.api.pooling.run import begin, check_task, params_of, pool, prompts_of
 from quire.server.http import sse
 from quire.server.http.bodies import read_struct
 from quire.server.http.endpoint import Endpoint
-from quire.server.http.state import RequestContext, context_of
+from quire.server.http.state import context_of
 from quire.server.models.served_model import ServedModel
 
 
@@ -22,9 +22,11 @@ async def create_embeddings(request: Request) -> ASGIApp:
     """POST /v1/embeddings"""
     context, body = context_of(request), await read_struct(request, api.EmbeddingRequest)
     model = await begin(request, body)
-    task = check_task(model, context, "embed")
-    outputs = await _vectors(request, model, body, task)
-    return await vectors_response(context, (api.EmbeddingResponse, "embd"), body, outputs, _embedding)
+    outputs = await _outputs(request, model, body, check_task(model, context, "embed"))
+    kind = api.EmbeddingResponse, "embd"
+    return await vectors_response(
+        context, kind, body, outputs, lambda i, vector: api.EmbeddingData(index=i, embedding=vector)
+    )
 
 
 async def create_pooling(request: Request) -> ASGIApp:
@@ -32,28 +34,19 @@ async def create_pooling(request: Request) -> ASGIApp:
     context, body = context_of(request), await read_struct(request, api.PoolingRequest)
     model = await begin(request, body)
     assert model.llm.pooler is not None
-    task = check_task(model, context, body.task or model.llm.pooler.tasks[0])
-    outputs = await _vectors(request, model, body, task)
-    return await vectors_response(context, (api.PoolingResponse, "pool"), body, outputs, _pooled)
+    outputs = await _outputs(request, model, body, check_task(model, context, body.task or model.llm.pooler.tasks[0]))
+    kind = api.PoolingResponse, "pool"
+    return await vectors_response(context, kind, body, outputs, lambda i, data: api.PoolingData(index=i, data=data))
 
 
 async def create_classification(request: Request) -> ASGIApp:
     """POST /classify"""
     context, body = context_of(request), await read_struct(request, api.ClassificationRequest)
     model = await begin(request, body)
-    params = params_of(context, body, check_task(model, context, "classify"))
-    outputs = await sse.unless_disconnected(request, _outputs(model, context, body, params))
+    outputs = await _outputs(request, model, body, check_task(model, context, "classify"))
     names = model.llm.model_config.hf_config.get("id2label")
     rows = [partial(_classes, i, output.outputs.data, names) for i, output in enumerate(outputs)]
     return await rows_response(context, (api.ClassificationResponse, "classify"), outputs, rows, num_numbers(outputs))
-
-
-def _embedding(index: int, vector: Any) -> api.EmbeddingData:
-    return api.EmbeddingData(index=index, embedding=vector)
-
-
-def _pooled(index: int, vector: Any) -> api.PoolingData:
-    return api.PoolingData(index=index, data=vector)
 
 
 def _classes(index: int, probs: Numbers, names: Any) -> api.ClassificationData:
@@ -61,16 +54,15 @@ def _classes(index: int, probs: Numbers, names: Any) -> api.ClassificationData:
     return api.ClassificationData(index=index, label=label, probs=probs.tolist(), num_classes=len(probs))
 
 
-async def _vectors(request: Request, model: ServedModel, body: api.VectorFields, task: PoolingTask) -> list[Output]:
+async def _outputs(request: Request, model: ServedModel, body: api.InputFields, task: PoolingTask) -> list[Output]:
     context = context_of(request)
-    params = params_of(context, body, task, dimensions=body.dimensions, normalize=body.normalize)
-    return await sse.unless_disconnected(request, _outputs(model, context, body, params))
+    shape = {"dimensions": body.dimensions, "normalize": body.normalize} if isinstance(body, api.VectorFields) else {}
+    params = params_of(context, body, task, **shape)
 
+    async def run() -> list[Output]:
+        return await pool(model, await prompts_of(model, body, params), params, context.request_id)
 
-async def _outputs(
-    model: ServedModel, context: RequestContext, body: api.InputFields, params: PoolingParams
-) -> list[Output]:
-    return await pool(model, await prompts_of(model, body, params), params, context.request_id)
+    return await sse.unless_disconnected(request, run())
 
 
 def _label(names: Any, index: int) -> str:
