@@ -18,11 +18,6 @@ from quire.models.weights.stacked import Stack
 _GATE_STACK = Stack(r"\.up_gate_proj\.weight$", (".up_proj.weight", ".gate_proj.weight"), num_experts=1)
 _OF_GATED = {"swiglu": "silu", "geglu": "gelu"}
 """Nomic's names of gated MLPs -> those of their activations."""
-_OF_OTHERS = ("prenorm", "parallel_block", "use_rms_norm", "rotary_emb_interleaved", "causal")
-"""Nomic's switches, which are false in all its encoders."""
-
-_OF_GTE = {"position_embedding_type": "rope", "logn_attention_scale": False}
-"""What all of GTE's own configs say, if they have the keys."""
 
 
 class RotatedEncoder(Encoder):
