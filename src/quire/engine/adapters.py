@@ -1,10 +1,6 @@
 """The LoRA adapters that requests may name: their names, and what their files contained when they were added."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Set
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from quire.common.errors import CheckpointError, InvalidParamsError, RequestError
 from quire.common.lora import KnownAdapter, LoRARequest
@@ -12,9 +8,6 @@ from quire.config.checkpoint.location import adapter_folder
 from quire.config.lora import LoRAConfig
 from quire.config.machine import format_bytes
 from quire.config.model import ModelConfig
-
-if TYPE_CHECKING:
-    from quire.models.adapters.adapter import AdapterInfo
 
 AnyAdapter = LoRARequest | KnownAdapter | None
 """A request's adapter, as callers of the engine's interfaces give it."""
@@ -32,14 +25,11 @@ class AdapterTable:
         config: LoRAConfig | None,
         *,
         on_change: Callable[[Set[str], Set[str]], None] = lambda digests, pinned: None,
-        inspect: Callable[[Path, ModelConfig, int], AdapterInfo] | None = None,
     ) -> None:
-        """`on_change` receives the digests of all adapters and of the pinned ones when they change; `inspect` is
-        inspect_adapter."""
+        """`on_change` receives the digests of all adapters and of the pinned ones when they change."""
         self._model = model
         self._config = config
         self._on_change = on_change
-        self._inspect = inspect or _inspect
         self._by_name: dict[str, KnownAdapter] = {}
         self._pinned: set[str] = set()  # names
         self._last_id = 0
@@ -77,7 +67,7 @@ class AdapterTable:
         if found is not None or not isinstance(request, LoRARequest):
             return found
         try:
-            return self.put(self.inspect(request), replaces=request.load_inplace)
+            return self.add(request)
         except CheckpointError as error:
             raise refused(request, error) from error
 
@@ -90,9 +80,11 @@ class AdapterTable:
         """Read an adapter's files without adding it, downloaded first for a hub id; may run in a thread. Raises
         RequestError if it can never be used here, and CheckpointError if it cannot be read or does not belong to the
         model."""
+        from quire.models.adapters.peft import inspect_adapter  # only where adapters are used
+
         config = self.check_enabled()
         folder = adapter_folder(request.path)
-        info = self._inspect(folder, self._model, config.max_lora_rank)
+        info = inspect_adapter(folder, self._model, config.max_lora_rank)
         limit = config.max_bytes
         if limit is not None and info.num_bytes > limit:
             raise RequestError(
@@ -166,9 +158,3 @@ class AdapterTable:
 def refused(request: LoRARequest, error: CheckpointError) -> RequestError:
     """The error of a request whose adapter cannot be added."""
     return RequestError(f"the adapter {request.lora_name!r} cannot be used: {error}")
-
-
-def _inspect(folder: Path, model: ModelConfig, max_rank: int) -> AdapterInfo:
-    from quire.models.adapters.peft import inspect_adapter  # only where adapters are used
-
-    return inspect_adapter(folder, model, max_rank)
