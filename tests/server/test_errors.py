@@ -36,7 +36,7 @@ def body(error: ApiError, path: str = OPENAI) -> dict:
         (500, "server_error", "api_error"),
         (502, "server_error", "api_error"),
         (503, "service_unavailable_error", "overloaded_error"),
-        (504, "server_error", "timeout_error"),
+        (504, "timeout_error", "timeout_error"),
     ],
 )
 def test_the_type_follows_from_the_status(status, openai, anthropic):
@@ -60,10 +60,15 @@ def test_clients_of_ollama_find_the_text_alone():
 
 
 def test_a_response_has_all_details_of_the_error():
-    error = ApiError(429, "later", type="own", param="n", code="busy", headers={"retry-after": "5"})
+    error = ApiError(429, "later", param="n", code="busy", headers={"retry-after": "5"})
     answer = error.to_response(OPENAI)
     assert (answer.status_code, answer.media_type, answer.headers["retry-after"]) == (429, "application/json", "5")
-    assert json.loads(answer.body)["error"] == {"message": "later", "type": "own", "param": "n", "code": "busy"}
+    assert json.loads(answer.body)["error"] == {
+        "message": "later",
+        "type": "rate_limit_error",
+        "param": "n",
+        "code": "busy",
+    }
     assert str(error) == "later"
     assert ApiError(400, "no").headers == {}
     error.request_id = "id"

@@ -32,10 +32,11 @@ _OPENAI_TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 TEXT_FIELDS = ("input", "texts", "query", "queries", "documents", "items", "text_1", "text_2", "data_1", "data_2")
 """Fields with texts that are pooled."""
-_ANTHROPIC_TYPES = _OPENAI_TYPES | {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
+_ANTHROPIC_TYPES = _OPENAI_TYPES | {413: "request_too_large", 503: "overloaded_error"}
 _PARAM_NAMES = {
     name: name for kind in (SamplingParams, BeamSearchParams, PoolingParams) for name in kind.__struct_fields__
 } | dict.fromkeys(StructuredOutputsParams.__struct_fields__, "structured_outputs")
@@ -69,16 +70,13 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
-        type: str | None = None,
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`type` None: the usual type for this status."""
         super().__init__(message)
         self.status = status
         self.message = message
-        self.type = type
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
@@ -99,7 +97,7 @@ class ApiError(Exception):
 
     def _openai_body(self) -> ErrorResponse:
         fallback = "invalid_request_error" if self.status < 500 else "server_error"
-        kind = self.type or _OPENAI_TYPES.get(self.status, fallback)
+        kind = _OPENAI_TYPES.get(self.status, fallback)
         return ErrorResponse(ErrorBody(message=self._text(), type=kind, param=self.param, code=self.code))
 
     def _anthropic_body(self) -> dict[str, Any]:

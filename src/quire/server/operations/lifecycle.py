@@ -127,7 +127,7 @@ class DrainGate:
         if self.is_draining:
             return ApiError(503, "the server is shutting down; the request was aborted", code="shutting_down")
         message = f"the request took longer than {self._request_timeout_s:g} s and was aborted"
-        return ApiError(504, message, type="timeout_error", code="request_timeout")
+        return ApiError(504, message, code="request_timeout")
 
 
 def _expire(deadlines: Iterable[asyncio.Timeout]) -> None:
