@@ -9,7 +9,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.server.app import make_app
 from quire.server.operations.lifecycle import DrainGate
-from quire.server.operations.request_log import NamedRoute
 from tests.server.in_process import Answer, Server, hold
 from tests.server.responses import URL, Say, events_of
 
@@ -20,7 +19,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 def aborted(server: Server, path: str, *, is_read: bool = True, **body: Any) -> Answer:
     """The answer to a request that is aborted after its first text was sent, which its client may not read."""
     gate, begun = DrainGate(request_timeout_s=None, drain_timeout_s=0), asyncio.Event()
-    app = make_app(server.state, wrap=lambda app, row: NamedRoute(gate.around(app), row.path))
+    app = make_app(server.state, wrap=lambda app, _: gate.around(app))
 
     async def watched(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_and_note(message: Message) -> None:

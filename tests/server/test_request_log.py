@@ -16,7 +16,6 @@ from quire.common.params import SamplingParams
 from quire.server.http.state import CLIENT_CLOSED_REQUEST, RequestContext, context_of
 from quire.server.operations.request_log import (
     EngineListener,
-    NamedRoute,
     Observer,
     log_request,
 )
@@ -67,7 +66,7 @@ def answering(status: int = 200, tenant: str = "alice", listener: EngineListener
 
     async def app(scope, receive, send):
         context = context_of(scope)
-        context.tenant = tenant
+        context.tenant, context.route = tenant, "/v1/completions"
         await receive()
         for engine_id in ("e-1", "e-2") if listener else ():
             listener.on_request_start(engine_id, 10, SamplingParams(tenant=f"{tenant}/carol"))
@@ -77,7 +76,7 @@ def answering(status: int = 200, tenant: str = "alice", listener: EngineListener
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    return NamedRoute(app, "/v1/completions")
+    return app
 
 
 def test_a_record_contains_what_engine_and_answer_report():

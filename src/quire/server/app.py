@@ -25,7 +25,7 @@ from quire.server.http import openapi
 from quire.server.http.bodies import warning
 from quire.server.http.endpoint import Endpoint
 from quire.server.http.errors import ANTHROPIC_PATH, ApiError, protocol_path, status_error
-from quire.server.http.state import ServerState, begin_request
+from quire.server.http.state import ServerState, begin_request, context_of
 from quire.server.operations import adapters, admin, debug, health
 from quire.server.page import endpoint as page
 
@@ -66,16 +66,21 @@ def make_app(
 
 
 class _PathRoute(Route):
-    """A route. One with parameters does not match the paths that others have without: `input_tokens` is no response."""
+    """A route, which the context of a request names. One with parameters does not match the paths that others have
+    without: `input_tokens` is no response."""
 
     def __init__(self, literal: frozenset[str], path: str, endpoint: ASGIApp, *, methods: list[str]) -> None:
         super().__init__(path, endpoint, methods=methods)
+        self.app = endpoint  # which may be a function: for starlette that would be one of a Request
         self._others = literal - {path}
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Whether it serves this request."""
         is_other = scope["type"] == "http" and scope["path"] in self._others
-        return (Match.NONE, {}) if is_other else super().matches(scope)
+        found = (Match.NONE, {}) if is_other else super().matches(scope)
+        if found[0] is Match.FULL:
+            context_of(scope).route = self.path
+        return found
 
 
 class Application:

@@ -43,7 +43,7 @@ from quire.server.operations.admission import Admission
 from quire.server.operations.lifecycle import AdmissionControl, DrainGate, LoadingApp
 from quire.server.operations.metrics import METRICS_ENDPOINT, Metrics
 from quire.server.operations.model_metrics import ModelMetrics
-from quire.server.operations.request_log import EngineListener, NamedRoute, Observer, log_request
+from quire.server.operations.request_log import EngineListener, Observer, log_request
 from quire.server.operations.tracing import Tracer
 
 _NUM_FILES = 65_536
@@ -248,7 +248,7 @@ def build_app(
             app = Authentication(app, keys)
         if endpoint.kind in ("api", "admin", "page"):
             app = gate.around(app, has_deadline=endpoint.kind != "admin")
-        return NamedRoute(app, endpoint.path)
+        return app
 
     around = [Middleware(AllowedHosts, args.allowed_hosts)] if checks_hosts(args, bool(keys)) else []
     routes = [row for row in (*ROUTES, METRICS_ENDPOINT) if args.page or row.kind != "page"]

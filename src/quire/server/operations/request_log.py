@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.common.faults import fault_point
 from quire.common.log import IN_MESSAGE, logger, plain
 from quire.common.outputs import EngineStats, RequestMetrics
-from quire.server.http.state import UNKNOWN_ROUTE, RequestContext, begin_request, context_of
+from quire.server.http.state import UNKNOWN_ROUTE, RequestContext, begin_request
 from quire.server.operations.lifecycle import PROBES
 
 MAX_LOGGED_BODY = 64 * 1024
@@ -89,19 +89,6 @@ class Observer:
             context.seconds = time.monotonic() - context.start_s
             for sink in self._sinks:
                 sink(context)
-
-
-class NamedRoute:
-    """Middleware around one endpoint that notes the endpoint's path template."""
-
-    def __init__(self, app: ASGIApp, path: str) -> None:
-        self._app = app
-        self._path = path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Note the path and call the endpoint."""
-        context_of(scope).route = self._path
-        await self._app(scope, receive, send)
 
 
 def _noting(receive: Receive, kept: bytearray | None) -> Receive:
