@@ -10,7 +10,7 @@ import pytest
 
 from quire import LLM, ConfigError
 from tests.async_llm.door import Door
-from tests.parallel.test_faults import is_gone
+from tests.parallel.ends import is_gone
 
 from .conftest import parent_of, processes, until
 from .test_engines import WANTED, alone, check, interrupted, node_of, on, step

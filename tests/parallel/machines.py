@@ -21,8 +21,9 @@ from quire.engine.llm_engine import LLMEngine
 from quire.runner.parallel.machines import machine_process
 from quire.runner.parallel.machines.node import Own
 from quire.runner.parallel.machines.nodes import fingerprint, join
+from tests.forks import children_of
+from tests.parallel.ends import PARAMS, PROMPTS, TINY, wait_until_gone
 from tests.parallel.ranks import ThreadRank, answers, in_threads
-from tests.parallel.test_faults import PARAMS, PROMPTS, TINY, children_of, wait_until_gone
 from tests.parallel.test_nodes import HOST, PORT, InThread, machine
 
 BOTH: dict[str, Any] = {**TINY, "num_threads": 1, "nnodes": 2, "master_addr": f"{HOST}:{PORT}"}

@@ -1,19 +1,16 @@
 """Ranks that fail, die, hang or answer nonsense: steps are tried again, engines end and are replaced, nothing stays."""
 
-import asyncio
 import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire import LLM, AsyncLLM, EngineArgs, SamplingParams
+from quire import LLM, EngineArgs
 from quire.common import liveness
 from quire.common.batch import Batch, decode, encode
 from quire.common.errors import EngineBrokenError, OutOfMemoryError
@@ -26,24 +23,30 @@ from quire.runner.parallel import links, rank_process, sender
 from quire.runner.parallel.executor import RanksExecutor
 from quire.runner.parallel.messages import Connection, Failed, Step
 from tests import forks
-from tests.async_llm import door as door_module
 from tests.async_llm.door import Door
 from tests.forks import children_of
 from tests.kernels.isas import needs_native
+from tests.parallel.ends import (
+    PARAMS,
+    PROMPTS,
+    REQUESTS,
+    TINY,
+    answers_again,
+    disturb_streams,
+    disturb_while_idle,
+    disturbances,
+    door_of,
+    idle_disturbances,
+    in_any_place_of_a_step,
+    is_gone,
+    restarted,
+    wait_until_gone,
+)
 from tests.parallel.ranks import answers, in_threads
 
 pytestmark = needs_native
-PROMPTS = [[5, 6, 7, 8, 9, 10], [100, 200, 300] * 9, [7] * 3]
-PARAMS = [SamplingParams(temperature=0.8, seed=i, max_tokens=40, ignore_eos=True, logprobs=1) for i in range(3)]
-TINY: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks_override": 40}
 RANKS: dict[str, Any] = {**TINY, "tensor_parallel_size": 2, "num_threads": 1}
 HANG_S = 8.0
-SLACK_S = 5.0
-
-
-@pytest.fixture(scope="module")
-def expected() -> Any:
-    return answers(LLM(**TINY), PROMPTS, PARAMS)
 
 
 @pytest.fixture
@@ -55,19 +58,7 @@ def llm() -> Iterator[LLM]:
         made.engine.executor.close()
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Fault("rank.step", after=3),
-        Fault("rank.step", error="MemoryError", times=2),
-        Fault("memory.workspace", error="MemoryError", after=40),
-        Fault("memory.workspace", error="MemoryError", after=45),
-        Fault("step.run", after=2),
-        Fault("sampler.draw", after=1),
-        Fault("step.execute", after=2),
-    ],
-    ids=lambda fault: f"{fault.point} {fault.after}",
-)
+@in_any_place_of_a_step
 def test_a_failure_anywhere_is_a_failed_step_which_is_tried_again(fault: Fault, llm: LLM, expected: Any) -> None:
     with inject(fault) as injected:
         assert answers(llm, PROMPTS, PARAMS) == expected
@@ -122,12 +113,6 @@ def test_an_interrupted_step_can_be_made_again(llm: LLM, expected: Any, monkeypa
     while engine.has_unfinished_requests():
         done |= {int(output.request_id): output.outputs for output in engine.step() if output.finished}
     assert [done[i] for i in range(3)] == [outputs for outputs, _, _ in expected]
-
-
-def answers_again(llm: LLM) -> None:
-    """The first failure is an answer of each request, the next one an exception."""
-    for _ in range(2):
-        answers(llm, PROMPTS, PARAMS)
 
 
 def test_a_rank_that_computes_something_else_is_noticed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,111 +178,17 @@ def test_a_rank_that_falls_silent_while_nothing_runs_ends_the_engine(monkeypatch
 # Ranks in processes
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    limit_s = time.monotonic() + 60
-    while not all(map(is_gone, pids)):
-        assert time.monotonic() < limit_s, "a rank stays behind"
-        time.sleep(0.01)
-
-
-def disturbances(part: str) -> pytest.MarkDecorator:
-    """After how many tokens a part of an engine, or the engine, is killed or stopped. Each two of these three meet; all
-    three do in thorough tests."""
-
-    def case(after: int, whose: str, number: int, mark: str) -> Any:
-        marks = [getattr(pytest.mark, mark)] if mark else []
-        return pytest.param(after, whose, number, marks=marks, id=f"{after}-{whose}-{signal.Signals(number).name}")
-
-    kill, stop = signal.SIGKILL, signal.SIGSTOP
-    chosen = [(1, part, kill, ""), (20, part, stop, "slow"), (20, "engine", kill, "slow"), (1, "engine", stop, "slow")]
-    others = [(21 - after, whose, number, "thorough") for after, whose, number, _ in chosen]
-    return pytest.mark.parametrize(("after", "whose", "number"), [case(*each) for each in chosen + others])
-
-
 @pytest.fixture(scope="module")
 def door() -> Iterator[Door]:
-    args = EngineArgs(**RANKS)
-    before, door_module.LIMIT_S = door_module.LIMIT_S, 180.0  # two processes start, one after the other
     delay_s, supervisor.MAX_DELAY_S = supervisor.MAX_DELAY_S, supervisor.FIRST_DELAY_S  # after each of many ends
-    made = Door(make=lambda: AsyncLLM.from_args(args, hang_timeout_s=HANG_S))
-    yield made
-    pid = made.llm.engine_pid
-    assert pid is not None
-    pids = children_of(pid)
-    assert pids
-    made.close()
-    door_module.LIMIT_S, supervisor.MAX_DELAY_S = before, delay_s
-    wait_until_gone([pid, *pids])
-
-
-async def ended(door: Door, limit_s: float) -> None:
-    """Until health reports that the engine does not run, which it must in time."""
-    began_s = time.monotonic()
-    while door.llm.death is None:
-        assert time.monotonic() < began_s + limit_s + SLACK_S, "it is not noticed"
-        await asyncio.sleep(0.01)
-    assert "the engine is not running" in str(door.llm.death)
-
-
-async def restarted(door: Door, pid: int | None) -> None:
-    while door.llm.engine_pid == pid or not door.llm.is_running:
-        await asyncio.sleep(0.01)
+    with door_of(EngineArgs(**RANKS), HANG_S) as made:
+        yield made
+    supervisor.MAX_DELAY_S = delay_s
 
 
 @disturbances("rank")
 def test_streams_go_on_when_a_rank_ends(door: Door, expected: Any, after: int, whose: str, number: int) -> None:
-    requests = [({"prompt_token_ids": prompt}, its) for prompt, its in zip(PROMPTS, PARAMS, strict=True)]
-    engine = door.llm.engine_pid
-    assert engine is not None
-    ranks = children_of(engine)
-    door.record.events.clear()
-
-    async def disturb() -> list[Any]:
-        reading = asyncio.create_task(door.all_outputs(requests))
-        await door.record.until(lambda: sum(num_tokens for _, num_tokens in door.record.of("tokens")) >= after)
-        os.kill(ranks[0] if whose == "rank" else engine, number)
-        return await reading
-
-    got = door.run(disturb())
-    assert [outputs[-1].outputs for outputs in got] == [outputs for outputs, _, _ in expected]
-    door.run(restarted(door, engine))
-    wait_until_gone([engine, *ranks])
-
-
-idle_disturbances = pytest.mark.parametrize(
-    ("is_engine", "number"),
-    [
-        pytest.param(False, signal.SIGKILL, id="killed"),
-        pytest.param(False, signal.SIGSTOP, id="stopped", marks=pytest.mark.slow),
-        pytest.param(True, signal.SIGKILL, id="engine-killed", marks=pytest.mark.slow),
-        pytest.param(True, signal.SIGSTOP, id="engine-stopped", marks=pytest.mark.slow),
-    ],
-)
-"""What happens to a part of an engine, or to the engine, while nothing runs."""
-
-
-def disturb_while_idle(door: Door, number: int, expected: Any, *, is_engine: bool, limit_s: float) -> None:
-    """The engine must end in time though nothing is asked of it, health must say so, and the next one must answer."""
-    requests = [({"prompt_token_ids": prompt}, its) for prompt, its in zip(PROMPTS, PARAMS, strict=True)]
-    door.run(door.all_outputs(requests))
-    door.run(door.drained())
-    engine = door.llm.engine_pid
-    assert engine is not None
-    parts = children_of(engine)
-    os.kill(engine if is_engine else parts[0], number)
-    door.run(ended(door, limit_s))
-    door.run(restarted(door, engine))
-    assert door.llm.death is None
-    got = door.run(door.all_outputs(requests))
-    assert [outputs[-1].outputs for outputs in got] == [outputs for outputs, _, _ in expected]
-    wait_until_gone([engine, *parts])
+    disturb_streams(door, expected, after, whose, number)
 
 
 @idle_disturbances
@@ -346,8 +237,7 @@ def test_an_engine_is_replaced_in_each_phase_in_which_ranks_end(
     door.run(restarted(door, engine))
     ranks = children_of(dying[0])
     assert is_gone(dying[0]) is (point == "weights.load")
-    requests = [({"prompt_token_ids": prompt}, its) for prompt, its in zip(PROMPTS, PARAMS, strict=True)]
-    got = door.run(door.all_outputs(requests))
+    got = door.run(door.all_outputs(REQUESTS))
     assert [outputs[-1].outputs for outputs in got] == [outputs for outputs, _, _ in expected]
     door.run(restarted(door, dying[0]))
     wait_until_gone([engine, *dying, *ranks])

@@ -19,14 +19,14 @@ from quire.runner.parallel.machines import node
 from quire.runner.parallel.machines.node import part_of
 from tests import forks
 from tests.async_llm.door import Door
+from tests.forks import children_of
 from tests.kernels.isas import needs_native
+from tests.parallel.ends import REQUESTS, answers_again, is_gone, restarted, wait_until_gone
 from tests.parallel.machines import BOTH, descendants
-from tests.parallel.test_faults import PARAMS, PROMPTS, children_of, is_gone, restarted, wait_until_gone
-from tests.parallel.test_machine_ranks import expected, served
+from tests.parallel.test_machine_ranks import served
 from tests.parallel.test_nodes import InThread
-from tests.parallel.test_stage_faults import answers_again
 
-__all__ = ["expected", "served"]
+__all__ = ["served"]
 pytestmark = [needs_native, pytest.mark.slow]
 LOADING_S = 15.0
 """How long a machine may be silent, or make no progress, while it loads. It is stopped then, so longer than it takes to
@@ -109,8 +109,7 @@ def test_a_machine_joins_again_when_the_engines_process_ends_while_both_load(
     before = [engine, *children_of(engine), *descendants(machine)]
     os.kill(engine, signal.SIGKILL)
     door.run(restarted(door, engine))
-    requests = [({"prompt_token_ids": prompt}, its) for prompt, its in zip(PROMPTS, PARAMS, strict=True)]
-    got = door.run(door.all_outputs(requests))
+    got = door.run(door.all_outputs(REQUESTS))
     assert [outputs[-1].outputs for outputs in got] == [outputs for outputs, _, _ in expected]
     wait_until_gone([*before, *dying])
     assert len(dying) == 1

@@ -18,10 +18,21 @@ from quire.runner.parallel import sender
 from quire.runner.parallel.pipeline.messages import StepFailed
 from tests.async_llm import door as door_module
 from tests.async_llm.door import Door
+from tests.forks import children_of
 from tests.kernels.isas import needs_native
 from tests.models.adapters import make_tensors, tiny_sizes, write_adapter
 from tests.models.variants import VARIANTS
 from tests.parallel import test_requests as requests
+from tests.parallel.ends import (
+    PARAMS,
+    PROMPTS,
+    REQUESTS,
+    TINY,
+    ended,
+    in_any_place_of_a_step,
+    restarted,
+    wait_until_gone,
+)
 from tests.parallel.machines import (
     BOTH,
     Link,
@@ -33,17 +44,11 @@ from tests.parallel.machines import (
     run_on,
 )
 from tests.parallel.ranks import answers, in_threads, of_ranks
-from tests.parallel.test_faults import PARAMS, PROMPTS, TINY, children_of, ended, restarted, wait_until_gone
 from tests.parallel.test_nodes import secret
 
 __all__ = ["secret"]
 pytestmark = needs_native
 TWO: dict[str, Any] = {**BOTH, "tensor_parallel_size": 2}
-
-
-@pytest.fixture(scope="module")
-def expected() -> Any:
-    return answers(LLM(**TINY), PROMPTS, PARAMS)
 
 
 @pytest.mark.parametrize(("nnodes", "num_ranks"), [(2, 2), (2, 4), (3, 3)])
@@ -53,17 +58,7 @@ def test_ranks_on_several_machines_give_the_bits_of_one_process(nnodes: int, num
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"quantization": "int8"},
-        {"quantization": "int4", "dtype": "float32"},
-        {"kv_cache_dtype": "int8"},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-        {"speculative_config": {"model": "quire-draft", "num_speculative_tokens": 3, "adaptive": False}},
-    ],
-    ids=lambda given: " ".join(given),
-)
+@requests.formats_and_drafts
 def test_formats_and_drafts_equal_one_process(given: dict[str, Any], num_ranks: int) -> None:
     if num_ranks == 4 and "model" in given.get("speculative_config", {}):
         pytest.skip("the draft model has two heads")
@@ -131,19 +126,7 @@ def make() -> Iterator[Callable[..., LLM]]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Fault("rank.step", after=3),
-        Fault("rank.step", error="MemoryError", times=2),
-        Fault("memory.workspace", error="MemoryError", after=40),
-        Fault("memory.workspace", error="MemoryError", after=45),
-        Fault("step.run", after=2),
-        Fault("sampler.draw", after=1),
-        Fault("step.execute", after=2),
-    ],
-    ids=lambda fault: f"{fault.point} {fault.after}",
-)
+@in_any_place_of_a_step
 def test_a_failure_anywhere_is_a_failed_step_which_is_tried_again(
     fault: Fault, num_ranks: int, make: Callable[..., LLM], expected: Any
 ) -> None:
@@ -227,7 +210,6 @@ def test_streams_go_on_when_ranks_of_another_machine_end(
     served: tuple[Door, int], whose: str, number: int, is_idle: bool, expected: Any
 ) -> None:
     door, node = served
-    requests = [({"prompt_token_ids": prompt}, its) for prompt, its in zip(PROMPTS, PARAMS, strict=True)]
     engine, (first,) = door.llm.engine_pid, children_of(node)
     assert engine is not None
     (other,) = children_of(first)
@@ -240,8 +222,8 @@ def test_streams_go_on_when_ranks_of_another_machine_end(
             os.kill({"first": first, "other": other, "engine": engine}[whose], number)
             await ended(door, 12.0)
             await restarted(door, engine)
-            return await door.all_outputs(requests)
-        reading = asyncio.create_task(door.all_outputs(requests))
+            return await door.all_outputs(REQUESTS)
+        reading = asyncio.create_task(door.all_outputs(REQUESTS))
         await door.record.until(lambda: bool(door.record.of("tokens")))
         os.kill({"first": first, "other": other, "engine": engine}[whose], number)
         return await reading

@@ -20,19 +20,15 @@ from quire.runner.parallel.machines.nodes import fingerprint, join
 from quire.runner.parallel.pipeline import stage_process
 from tests.async_llm import door as door_module
 from tests.async_llm.door import Door
+from tests.forks import children_of
 from tests.kernels.isas import needs_native
+from tests.parallel.ends import PARAMS, PROMPTS, REQUESTS, restarted, wait_until_gone
 from tests.parallel.machines import BOTH, Link, allow_a_second_of_silence, node_process, run_on
 from tests.parallel.ranks import answers, in_threads
-from tests.parallel.test_faults import PARAMS, PROMPTS, TINY, children_of, restarted, wait_until_gone
 from tests.parallel.test_nodes import HOST, PORT, InThread, machine, secret
 
 __all__ = ["secret"]
 pytestmark = needs_native
-
-
-@pytest.fixture(scope="module")
-def expected() -> Any:
-    return answers(LLM(**TINY), PROMPTS, PARAMS)
 
 
 def distant_stage(address: tuple[str, int], **own: Any) -> InThread:
@@ -122,10 +118,9 @@ def test_streams_go_on_when_a_machines_stage_ends_and_it_joins_again(
     before, door_module.LIMIT_S = door_module.LIMIT_S, 180.0
     door = Door(make=lambda: AsyncLLM.from_args(args, hang_timeout_s=12.0))
     try:
-        requests = [({"prompt_token_ids": prompt}, its) for prompt, its in zip(PROMPTS, PARAMS, strict=True)]
         engine, stages = door.llm.engine_pid, children_of(node.pid)
         os.kill(stages[0], 9)
-        got = door.run(door.all_outputs(requests))
+        got = door.run(door.all_outputs(REQUESTS))
         assert [outputs[-1].outputs for outputs in got] == [outputs for outputs, _, _ in expected]
         door.run(restarted(door, engine))
         assert children_of(node.pid) != stages

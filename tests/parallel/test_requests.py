@@ -1,15 +1,17 @@
 """Requests of every kind on several ranks: adapters, drafts, heads that draft, swapped blocks, and many mixed ones."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire import LLM, LoRARequest, SamplingParams
+from quire import LLM, EngineStats, LoRARequest, SamplingParams
 from tests.engine import test_mixed_requests as mixed
 from tests.kernels.isas import needs_native
 from tests.models.adapters import make_tensors, tiny_sizes, write_adapter
+from tests.parallel.ends import TINY
 from tests.parallel.ranks import answers, in_threads, of_ranks
 from tests.speculation import heads
 
@@ -21,32 +23,7 @@ PARAMS = [
     SamplingParams(temperature=0.8, seed=2, n=2, max_tokens=9, ignore_eos=True, logprobs=0),
     SamplingParams(temperature=0.2, seed=3, max_tokens=12, ignore_eos=True, logprobs=0),
 ]
-TINY: dict[str, Any] = {"max_model_len": 64, "num_gpu_blocks_override": 40}
-
-
-@pytest.mark.parametrize(
-    ("part", "count"),
-    [pytest.param(0, 80, marks=pytest.mark.slow), (1, 40), pytest.param(0, 250, marks=pytest.mark.thorough)],
-)
-def test_mixed_requests_in_a_small_cache_equal_one_process(part: int, count: int) -> None:
-    rng = random.Random(part)
-    shared = [rng.randrange(3, mixed.VOCAB) for _ in range(mixed.LONGEST)]
-    # And twelve that start together, whatever grammars wait for, and grow to twice the cache.
-    prompts = [[3 + i] * 15 for i in range(12)] + [mixed.any_prompt(rng, shared) for _ in range(count)]
-    growing = SamplingParams(temperature=0, max_tokens=45, ignore_eos=True, logprobs=0)
-    params = [growing] * 12 + [mixed.any_params(rng) for _ in range(count)]
-    given: dict[str, Any] = {"dtype": ("bfloat16", "float32")[part], "max_model_len": 64}
-    expected = mixed.run(LLM(**given, num_gpu_blocks_override=400), prompts, params)
-    small = {"num_gpu_blocks_override": 24, "max_num_seqs": 24, "max_num_batched_tokens": 96, "swap_space": 0.001}
-    for num_ranks in (2, 3, 4):
-        with in_threads():
-            llm = LLM(**given, **small, tensor_parallel_size=num_ranks, num_threads=1)
-            assert mixed.run(llm, prompts, params) == expected
-            assert llm.engine.stats().num_preemptions > 0
-            llm.engine.executor.close()
-
-
-@pytest.mark.parametrize(
+formats_and_drafts = pytest.mark.parametrize(
     "given",
     [
         {"quantization": "int8"},
@@ -57,6 +34,40 @@ def test_mixed_requests_in_a_small_cache_equal_one_process(part: int, count: int
     ],
     ids=lambda given: " ".join(given),
 )
+
+
+def check_mixed_requests(seed: int, count: int, dtype: str, engines: Sequence[dict[str, Any]]) -> list[EngineStats]:
+    """In small caches of engines of these kinds they must equal one process. Returns what the engines counted."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(3, mixed.VOCAB) for _ in range(mixed.LONGEST)]
+    # And twelve that start together, whatever grammars wait for, and grow to twice the cache.
+    prompts = [[3 + i] * 15 for i in range(12)] + [mixed.any_prompt(rng, shared) for _ in range(count)]
+    growing = SamplingParams(temperature=0, max_tokens=45, ignore_eos=True, logprobs=0)
+    params = [growing] * 12 + [mixed.any_params(rng) for _ in range(count)]
+    given: dict[str, Any] = {"dtype": dtype, "max_model_len": 64}
+    expected = mixed.run(LLM(**given, num_gpu_blocks_override=400), prompts, params)
+    small = {"num_gpu_blocks_override": 24, "max_num_seqs": 24, "max_num_batched_tokens": 96, "swap_space": 0.001}
+    stats = list[EngineStats]()
+    for kind in engines:
+        with in_threads():
+            llm = LLM(**given, **small, **kind, num_threads=1)
+            assert mixed.run(llm, prompts, params) == expected
+            stats.append(llm.engine.stats())
+            assert stats[-1].num_preemptions > 0
+            llm.engine.executor.close()
+    return stats
+
+
+@pytest.mark.parametrize(
+    ("part", "count"),
+    [pytest.param(0, 80, marks=pytest.mark.slow), (1, 40), pytest.param(0, 250, marks=pytest.mark.thorough)],
+)
+def test_mixed_requests_in_a_small_cache_equal_one_process(part: int, count: int) -> None:
+    ranks = [{"tensor_parallel_size": num_ranks} for num_ranks in (2, 3, 4)]
+    check_mixed_requests(part, count, ("bfloat16", "float32")[part], ranks)
+
+
+@formats_and_drafts
 def test_formats_and_drafts_equal_one_process(given: dict[str, Any]) -> None:
     expected = of_ranks(1, PROMPTS, PARAMS, **TINY, **given)
     assert of_ranks(2, PROMPTS, PARAMS, **TINY, **given) == expected
@@ -82,21 +93,23 @@ def test_heads_that_draft_run_in_all_ranks(kind: str, tmp_path: Path) -> None:
         llm.engine.executor.close()
 
 
-def test_adapters_are_loaded_and_unloaded_in_all_ranks(tmp_path: Path) -> None:
-    def run(num_ranks: int) -> list[Any]:
-        with in_threads():
-            llm = LLM(**TINY, enable_lora=True, max_loras=1, tensor_parallel_size=num_ranks, num_threads=1)
-            sizes = tiny_sizes(llm.engine.model_config)
-            for seed in (1, 2):
-                if not (tmp_path / str(seed)).exists():
-                    write_adapter(tmp_path / str(seed), make_tensors(sizes, 2, seed=seed), r=2, lora_alpha=2)
-            adapters = [LoRARequest(f"a{seed}", seed, str(tmp_path / str(seed))) for seed in (1, 2)]
-            of = [adapters[0], adapters[1], None, adapters[0]]
-            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False, lora_request=of)
-            llm.engine.executor.close()
-            return [output.outputs for output in outputs]
+def of_adapters(path: Path, **how: Any) -> list[Any]:
+    """The outputs of requests for two adapters, one of which is loaded at a time, and for none."""
+    with in_threads():
+        llm = LLM(**TINY, enable_lora=True, max_loras=1, num_threads=1, **how)
+        sizes = tiny_sizes(llm.engine.model_config)
+        for seed in (1, 2):
+            if not (path / str(seed)).exists():
+                write_adapter(path / str(seed), make_tensors(sizes, 2, seed=seed), r=2, lora_alpha=2)
+        adapters = [LoRARequest(f"a{seed}", seed, str(path / str(seed))) for seed in (1, 2)]
+        of = [adapters[0], adapters[1], None, adapters[0]]
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False, lora_request=of)
+        llm.engine.executor.close()
+        return [output.outputs for output in outputs]
 
-    expected, plain = run(1), of_ranks(1, PROMPTS, PARAMS, **TINY)
+
+def test_adapters_are_loaded_and_unloaded_in_all_ranks(tmp_path: Path) -> None:
+    expected, plain = of_adapters(tmp_path), of_ranks(1, PROMPTS, PARAMS, **TINY)
     assert [each[0].token_ids for each in expected] != [outputs[0].token_ids for outputs, _, _ in plain]
-    assert run(2) == expected
-    assert run(3) == expected
+    assert of_adapters(tmp_path, tensor_parallel_size=2) == expected
+    assert of_adapters(tmp_path, tensor_parallel_size=3) == expected

@@ -1,6 +1,5 @@
 """Stages that fail, die, hang or send nonsense: steps are tried again, engines end and are replaced, nothing stays."""
 
-import asyncio
 import os
 import socket
 import threading
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, AsyncLLM, EngineArgs, LoRARequest
+from quire import LLM, EngineArgs, LoRARequest
 from quire.common import liveness
 from quire.common.batch import Batch, encode
 from quire.common.errors import EngineBrokenError, OutOfMemoryError
@@ -25,31 +24,26 @@ from quire.runner.parallel.pipeline import stage_process
 from quire.runner.parallel.pipeline.executor import PipelineExecutor
 from quire.runner.parallel.pipeline.messages import FROM_STAGE, StageStep, States
 from tests import forks
-from tests.async_llm import door as door_module
 from tests.async_llm.door import Door
 from tests.forks import children_of
 from tests.kernels.isas import needs_native
 from tests.models.adapters import make_tensors, tiny_sizes, write_adapter
-from tests.parallel.ranks import ThreadStage, answers, in_threads
-from tests.parallel.test_faults import (
+from tests.parallel.ends import (
     PARAMS,
     PROMPTS,
     TINY,
+    answers_again,
+    disturb_streams,
     disturb_while_idle,
     disturbances,
+    door_of,
     idle_disturbances,
-    restarted,
-    wait_until_gone,
 )
+from tests.parallel.ranks import ThreadStage, answers, in_threads
 from tests.parallel.test_nodes import close
 
 pytestmark = needs_native
 STAGES: dict[str, Any] = {**TINY, "pipeline_parallel_size": 2, "num_threads": 1}
-
-
-@pytest.fixture(scope="module")
-def expected() -> Any:
-    return answers(LLM(**TINY), PROMPTS, PARAMS)
 
 
 @pytest.fixture
@@ -124,12 +118,6 @@ def test_an_interrupted_step_can_be_made_again(
     while engine.has_unfinished_requests():
         done |= {int(output.request_id): output.outputs for output in engine.step() if output.finished}
     assert [done[i] for i in range(3)] == [outputs for outputs, _, _ in expected]
-
-
-def answers_again(llm: LLM) -> None:
-    """The first failure is an answer of each request, the next one an exception."""
-    for _ in range(2):
-        answers(llm, PROMPTS, PARAMS)
 
 
 @pytest.mark.parametrize(
@@ -259,37 +247,13 @@ def test_an_adapter_that_a_stage_cannot_load_is_loaded_in_none(
 
 @pytest.fixture(scope="module")
 def door() -> Iterator[Door]:
-    args = EngineArgs(**STAGES)
-    before, door_module.LIMIT_S = door_module.LIMIT_S, 180.0  # two processes start, one after the other
-    made = Door(make=lambda: AsyncLLM.from_args(args, hang_timeout_s=12.0))
-    yield made
-    pid = made.llm.engine_pid
-    assert pid is not None
-    pids = children_of(pid)
-    assert pids
-    made.close()
-    door_module.LIMIT_S = before
-    wait_until_gone([pid, *pids])
+    with door_of(EngineArgs(**STAGES), 12.0) as made:
+        yield made
 
 
 @disturbances("stage")
 def test_streams_go_on_when_a_stage_ends(door: Door, expected: Any, after: int, whose: str, number: int) -> None:
-    requests = [({"prompt_token_ids": prompt}, its) for prompt, its in zip(PROMPTS, PARAMS, strict=True)]
-    engine = door.llm.engine_pid
-    assert engine is not None
-    stages = children_of(engine)
-    door.record.events.clear()
-
-    async def disturb() -> list[Any]:
-        reading = asyncio.create_task(door.all_outputs(requests))
-        await door.record.until(lambda: sum(num_tokens for _, num_tokens in door.record.of("tokens")) >= after)
-        os.kill(stages[0] if whose == "stage" else engine, number)
-        return await reading
-
-    got = door.run(disturb())
-    assert [outputs[-1].outputs for outputs in got] == [outputs for outputs, _, _ in expected]
-    door.run(restarted(door, engine))
-    wait_until_gone([engine, *stages])
+    disturb_streams(door, expected, after, whose, number)
 
 
 @idle_disturbances

@@ -1,25 +1,23 @@
 """Stages: every family, format and kind of request gives the bits of one process, in small caches, also with ranks."""
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire import LLM, LoRARequest, SamplingParams
+from quire import LLM
 from quire.common.batch import Batch
 from quire.config.model import ModelConfig
 from quire.runner.parallel.pipeline.executor import PipelineExecutor
-from tests.engine import test_mixed_requests as mixed
 from tests.kernels.isas import needs_native
-from tests.models.adapters import make_tensors, tiny_sizes, write_adapter
 from tests.models.gguf_convert import convert
 from tests.models.test_windows_in_the_engine import make_llm
 from tests.models.variants import VARIANTS
 from tests.parallel import test_families as families
+from tests.parallel.ends import TINY
 from tests.parallel.ranks import answers, in_threads, of_ranks
-from tests.parallel.test_requests import PARAMS, PROMPTS, TINY
+from tests.parallel.test_requests import PARAMS, PROMPTS, check_mixed_requests, formats_and_drafts, of_adapters
 
 pytestmark = needs_native
 
@@ -50,36 +48,12 @@ def test_stages_give_the_bits_of_one_process(variant: str, save_checkpoint: Any)
     ],
 )
 def test_mixed_requests_in_a_small_cache_equal_one_process(num_stages: int, num_ranks: int, dtype: str) -> None:
-    rng = random.Random(num_stages)
-    shared = [rng.randrange(3, mixed.VOCAB) for _ in range(mixed.LONGEST)]
-    prompts = [[3 + i] * 15 for i in range(12)] + [mixed.any_prompt(rng, shared) for _ in range(40)]
-    growing = SamplingParams(temperature=0, max_tokens=45, ignore_eos=True, logprobs=0)
-    params = [growing] * 12 + [mixed.any_params(rng) for _ in range(40)]
-    given: dict[str, Any] = {"dtype": dtype, "max_model_len": 64}
-    expected = mixed.run(LLM(**given, num_gpu_blocks_override=400), prompts, params)
-    small = {"num_gpu_blocks_override": 24, "max_num_seqs": 24, "max_num_batched_tokens": 96, "swap_space": 0.001}
-    with in_threads():
-        llm = LLM(
-            **given, **small, pipeline_parallel_size=num_stages, tensor_parallel_size=num_ranks, num_threads=1,
-            preemption_mode="swap",
-        )  # fmt: skip
-        assert mixed.run(llm, prompts, params) == expected
-        assert llm.engine.stats().num_preemptions > 0
-        assert llm.engine.scheduler.num_swapped_blocks > 0
-        llm.engine.executor.close()
+    kind = {"pipeline_parallel_size": num_stages, "tensor_parallel_size": num_ranks, "preemption_mode": "swap"}
+    (stats,) = check_mixed_requests(num_stages, 40, dtype, [kind])
+    assert stats.num_swapped_blocks > 0
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"quantization": "int8"},
-        {"quantization": "int4", "dtype": "float32"},
-        {"kv_cache_dtype": "int8"},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-        {"speculative_config": {"model": "quire-draft", "num_speculative_tokens": 3, "adaptive": False}},
-    ],
-    ids=lambda given: " ".join(given),
-)
+@formats_and_drafts
 def test_formats_and_drafts_equal_one_process(given: dict[str, Any]) -> None:
     expected = of_stages(1, **TINY, **given)
     assert of_stages(2, **TINY, **given) == expected
@@ -102,26 +76,10 @@ def test_gguf_files_equal_one_process(quantization: str | None, llama: Path, tmp
 
 
 def test_adapters_are_loaded_and_unloaded_in_all_stages(tmp_path: Path) -> None:
-    def run(num_stages: int, num_ranks: int = 1) -> list[Any]:
-        with in_threads():
-            llm = LLM(
-                **TINY, enable_lora=True, max_loras=1, pipeline_parallel_size=num_stages,
-                tensor_parallel_size=num_ranks, num_threads=1,
-            )  # fmt: skip
-            sizes = tiny_sizes(llm.engine.model_config)
-            for seed in (1, 2):
-                if not (tmp_path / str(seed)).exists():
-                    write_adapter(tmp_path / str(seed), make_tensors(sizes, 2, seed=seed), r=2, lora_alpha=2)
-            adapters = [LoRARequest(f"a{seed}", seed, str(tmp_path / str(seed))) for seed in (1, 2)]
-            of = [adapters[0], adapters[1], None, adapters[0]]
-            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False, lora_request=of)
-            llm.engine.executor.close()
-            return [output.outputs for output in outputs]
-
-    expected = run(1)
+    expected = of_adapters(tmp_path)
     assert [each[0].token_ids for each in expected] != token_ids(of_stages(1, **TINY))
-    assert run(3) == expected
-    assert run(2, 2) == expected
+    assert of_adapters(tmp_path, pipeline_parallel_size=3) == expected
+    assert of_adapters(tmp_path, pipeline_parallel_size=2, tensor_parallel_size=2) == expected
 
 
 def token_ids(answers: Sequence[Any]) -> list[list[int]]:
