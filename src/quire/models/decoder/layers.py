@@ -7,7 +7,6 @@ they stood for does not take memory while the MLP runs, which needs most.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +23,6 @@ from quire.models.layers.rotary import RotaryEmbedding
 
 XAndResidual = tuple[Tensor | None, Tensor]
 """What a layer gets and returns: x, not yet added, and residual."""
-MakeNorm = Callable[[], Norm]
 Sum = Callable[[Any, Tensor], Tensor]
 """From x and residual [num_tokens, hidden]: adds x to residual, unless x is None, and returns the norm of residual, or
 residual itself if there is no norm."""
@@ -55,8 +53,16 @@ def _make_attention(
 class DecoderLayer(nn.Module, ABC):
     """Attention and MLP. The norms and their order are a subclass's."""
 
+    norms: ClassVar[tuple[str, ...]] = "input_layernorm", "post_attention_layernorm"
+    """Those of the norms that read x or the residual."""
+    output_norms: ClassVar[tuple[str, ...]] = ()
+    """Those that read what attention or the MLP gives."""
     returns_x: ClassVar[bool] = True
     """Whether the x that it returns is never None."""
+    input_layernorm: Norm
+    post_attention_layernorm: Norm
+    pre_feedforward_layernorm: Norm
+    post_feedforward_layernorm: Norm
 
     def __init__(
         self, shape: LayerShape, hidden_size: int, dtype: torch.dtype, rotary: RotaryEmbedding | None, has_x: bool
@@ -65,15 +71,11 @@ class DecoderLayer(nn.Module, ABC):
         super().__init__()
         self.self_attn = _make_attention(shape.attention, hidden_size, dtype, rotary)
         self.mlp = make_mlp(shape.mlp, hidden_size, dtype)
-        output_norm = shape.output_norm or shape.norm
-        make, make_of_output = (partial(make_norm, hidden_size, norm) for norm in (shape.norm, output_norm))
-        self._make_norms(make, make_of_output)
+        of_output = dict.fromkeys(self.output_norms, shape.output_norm or shape.norm)
+        for name, norm in (dict.fromkeys(self.norms, shape.norm) | of_output).items():
+            setattr(self, name, make_norm(hidden_size, norm))
         self.enter = summing(getattr(self, "input_layernorm", None), has_x=has_x)
         """From x and residual to what attention reads first."""
-
-    @abstractmethod
-    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm) -> None:
-        """Make the norms that `forward` uses, those of what attention and MLP give by `make_of_output`."""
 
     @abstractmethod
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
@@ -87,9 +89,6 @@ class DecoderLayer(nn.Module, ABC):
 class PreNormLayer(DecoderLayer):
     """Norms before attention and MLP."""
 
-    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm) -> None:
-        self.input_layernorm, self.post_attention_layernorm = make(), make()
-
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         x = self.self_attn(self.enter(x, residual), batch, kv)
         residual, batch = batch.narrowed(residual)
@@ -100,8 +99,7 @@ class PreNormLayer(DecoderLayer):
 class PreNormOfMLPLayer(PreNormLayer):
     """A norm before the MLP alone."""
 
-    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm) -> None:
-        self.post_attention_layernorm = make()
+    norms = ("post_attention_layernorm",)
 
 
 class ResidualAfterNormLayer(PreNormLayer):
@@ -118,9 +116,6 @@ class PostNormLayer(DecoderLayer):
 
     returns_x = False
 
-    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm) -> None:
-        self.input_layernorm, self.post_attention_layernorm = make(), make()
-
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         x = self.self_attn(residual, batch, kv)
         residual, batch = batch.narrowed(residual)
@@ -134,8 +129,8 @@ class PostNormLayer(DecoderLayer):
 class OutputNormLayer(DecoderLayer):
     """Norms of what attention and MLP give, before it is summed."""
 
-    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm) -> None:
-        self.post_attention_layernorm, self.post_feedforward_layernorm = make_of_output(), make_of_output()
+    norms = ()
+    output_norms = "post_attention_layernorm", "post_feedforward_layernorm"
 
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         kernels.add(self.post_attention_layernorm(self.self_attn(self.enter(x, residual), batch, kv)), residual)
@@ -145,9 +140,8 @@ class OutputNormLayer(DecoderLayer):
 class SandwichLayer(DecoderLayer):
     """Norms before attention and MLP, and of what they give before it is summed."""
 
-    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm) -> None:
-        self.input_layernorm, self.post_attention_layernorm = make(), make_of_output()
-        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = make(), make_of_output()
+    norms = "input_layernorm", "pre_feedforward_layernorm"
+    output_norms = "post_attention_layernorm", "post_feedforward_layernorm"
 
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         x = self.post_attention_layernorm(self.self_attn(self.enter(x, residual), batch, kv))
@@ -158,8 +152,7 @@ class SandwichLayer(DecoderLayer):
 class ParallelLayer(DecoderLayer):
     """One norm, which both attention and MLP read."""
 
-    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm) -> None:
-        self.input_layernorm = make()
+    norms = ("input_layernorm",)
 
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         normed = self.enter(x, residual)
@@ -169,9 +162,6 @@ class ParallelLayer(DecoderLayer):
 
 class ParallelTwoNormsLayer(DecoderLayer):
     """Attention and MLP read the same residual, each through its own norm."""
-
-    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm) -> None:
-        self.input_layernorm, self.post_attention_layernorm = make(), make()
 
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         attended = self.self_attn(self.enter(x, residual), batch, kv)

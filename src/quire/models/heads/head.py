@@ -16,13 +16,13 @@ from quire.common.errors import UnsupportedModelError
 from quire.config.checkpoint.draft_heads import HeadConfig, HeadFormat
 from quire.config.model import ModelConfig
 from quire.models.base import CausalLM, Model
-from quire.models.decoder.layers import DecoderLayer, MakeNorm, PreNormLayer, XAndResidual
+from quire.models.decoder.layers import DecoderLayer, PreNormLayer, XAndResidual
 from quire.models.decoder.model import Decoder
 from quire.models.decoder.shapes import Arrangement, AttentionShape, DecoderShape, LayerShape
 from quire.models.decoder.watch import beside
 from quire.models.layers.batch_tensors import BatchTensors, LayerCache
 from quire.models.layers.linear import Linear, LmHead
-from quire.models.layers.norm import make_norm
+from quire.models.layers.norm import Norm, make_norm
 from quire.models.layers.rotary import shared_rotary
 from quire.models.weights.stacked import STACKS, Stack
 
@@ -154,9 +154,8 @@ class TokenAndStateLayer(PreNormLayer):
     adds_to_norm: bool
     """Whether what attention gives is added to the norm of the residual, and not to the residual."""
 
-    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm) -> None:
-        super()._make_norms(make, make_of_output)
-        self.hidden_norm = make()
+    norms = (*PreNormLayer.norms, "hidden_norm")
+    hidden_norm: Norm
 
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache) -> XAndResidual:
         both, state = self._beside(x, residual)
