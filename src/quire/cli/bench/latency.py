@@ -14,6 +14,7 @@ from quire.cli.bench.limits import Limits, significant
 from quire.cli.bench.throughput import acceptance, greedy, load_for_bench, random_prompts, run_once
 from quire.common.progress import progress
 from quire.engine.llm_engine import LLMEngine
+from quire.interfaces.simulate.report import percentiles
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -36,8 +37,8 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         **{name: getattr(options, name) for name in ("num_prompts", "input_len", "output_len", "request_rate")},
         "concurrency": None if options.request_rate else options.concurrency,
         "first_token_ms": percentiles_ms([tokens[1] - tokens[0] for tokens in times]),
-        "between_tokens_ms": percentiles_ms(between) if between else None,
-        "per_token_ms": percentiles_ms(per_token) if per_token else None,
+        "between_tokens_ms": percentiles_ms(between) or None,
+        "per_token_ms": percentiles_ms(per_token) or None,
         "of_limit": significant(read_s * 1e3 / percentiles_ms(between)["p50"]) if between else None,
         **acceptance(before, llm.engine.stats()),
     }
@@ -71,6 +72,5 @@ def token_times(
 
 
 def percentiles_ms(values: Sequence[float]) -> dict[str, float]:
-    """Return the percentiles 50, 90 and 99 of seconds, in milliseconds, by the nearest-rank method."""
-    ordered = sorted(values)
-    return {f"p{p}": round(ordered[-(-len(ordered) * p // 100) - 1] * 1e3, 3) for p in (50, 90, 99)}
+    """Return the percentiles 50, 90 and 99 of seconds, in milliseconds, as `percentiles` does."""
+    return percentiles([value * 1e3 for value in values], digits=3)
