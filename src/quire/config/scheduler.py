@@ -40,14 +40,14 @@ class SchedulerConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if not 1 <= (value := getattr(self, name)) < 2**31:
                 raise ConfigError(f"{name}={value}: must be at least 1{'' if value < 1 else ' and below 2**31'}")
-        self._check_range("priority_aging_s", self.priority_aging_s, _MIN, _MAX)
-        self._check_range("prefix_max_delay_s", self.prefix_max_delay_s, 0, _MAX)
+        self._check_range("priority_aging_s", self.priority_aging_s, _MIN)
+        self._check_range("prefix_max_delay_s", self.prefix_max_delay_s, 0)
         if self.target_step_ms is not None:
-            self._check_range("target_step_ms", self.target_step_ms, _MIN, _MAX)
+            self._check_range("target_step_ms", self.target_step_ms, _MIN)
         for tenant, weight in self.tenant_weights.items():
-            self._check_range(f"tenant_weights[{tenant!r}]", weight, _MIN, _MAX)
+            self._check_range(f"tenant_weights[{tenant!r}]", weight, _MIN)
 
     @staticmethod
-    def _check_range(name: str, value: object, low: float, high: float) -> None:
-        if not isinstance(value, int | float) or not low <= value <= high:
-            raise ConfigError(f"{name}={value!r}: must be a number from {low:g} to {high:g}")
+    def _check_range(name: str, value: object, low: float) -> None:
+        if not isinstance(value, int | float) or not low <= value <= _MAX:
+            raise ConfigError(f"{name}={value!r}: must be a number from {low:g} to {_MAX:g}")

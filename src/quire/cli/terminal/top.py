@@ -234,8 +234,8 @@ def _plain(text: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
-def _bar(share: float, width: int = 10) -> str:
-    """Return a bar of `width` characters, drawn in eighths of a character."""
-    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
+def _bar(share: float) -> str:
+    """Return a bar of ten characters, drawn in eighths of a character."""
+    eighths = round(min(max(share, 0.0), 1.0) * 80)
     whole, rest = divmod(eighths, 8)
-    return ("█" * whole + (_CELLS[rest] if rest else "")).ljust(width, "·")
+    return ("█" * whole + (_CELLS[rest] if rest else "")).ljust(10, "·")
