@@ -5,6 +5,7 @@ import pytest
 
 from quire.config.speculative import METHODS, SpeculativeConfig
 from quire.engine.drafting.drafters import OthersTokens, OwnTokens, Predicted, make_drafters
+from quire.engine.drafting.forced import ForcedTokens
 from quire.engine.drafting.lookup import NO_DRAFT, Draft
 from quire.engine.drafting.trust import SequenceDrafts
 from quire.engine.requests.sequence import SequenceGroup
@@ -175,3 +176,34 @@ def test_nothing_is_kept_of_a_request_that_has_ended(kind) -> None:
     before = dict(vars(drafter))
     drafter.finish(group, group.seqs[0])
     assert vars(drafter) == before
+
+
+class Constant:
+    """A grammar of one text, and its own trial."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.left, self.num_advanced = token_ids, 0
+
+    @property
+    def is_finished(self) -> bool:
+        return not self.left
+
+    def trial(self) -> "Constant":
+        return self
+
+    def forced_tokens(self, *, always: bool) -> list[int]:
+        return self.left
+
+    def advance(self, token_id: int) -> bool:
+        assert token_id == self.left[0]
+        self.left, self.num_advanced = self.left[1:], self.num_advanced + 1
+        return True
+
+
+def test_of_a_long_forced_text_only_what_may_be_drafted_is_tried() -> None:
+    """Else each of the steps of a constant would take the time of all that is left of it."""
+    group = request([1, 2], [])
+    group.seqs[0].drafting, grammar = SequenceDrafts({}), Constant(list(range(50)))
+    group.seqs[0].grammar = grammar
+    assert proposed(ForcedTokens(), group, 4) == [0, 1, 2, 3]
+    assert grammar.num_advanced == 4

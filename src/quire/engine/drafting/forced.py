@@ -52,19 +52,19 @@ class ForcedTokens:
         walk = seq.drafting.walk = Walk(len(seq.token_ids))
         state, newest = seq.grammar.trial(), seq.token_ids[-1]
         while state is not None and len(walk.token_ids) < most and not state.is_finished:
-            if not self._step(walk, state, newest, (group.tenant, group.content_key)):
+            if not self._step(walk, state, newest, (group.tenant, group.content_key), most - len(walk.token_ids)):
                 break
             newest = walk.token_ids[-1]
-        return Draft(tuple(walk.token_ids[:most]), tuple(walk.odds[:most]))
+        return Draft(tuple(walk.token_ids), tuple(walk.odds))
 
     def finish(self, group: SequenceGroup, seq: Seq) -> None:
         """See Drafter."""
         if seq.drafting is not None:
             self._learn(seq.drafting.walk, seq.token_ids)
 
-    def _step(self, walk: Walk, state: GrammarState, newest: int, scope: Hashable) -> bool:
-        """Go on by the tokens that are forced, or by one that is likely. False if there are none."""
-        if forced := state.forced_tokens(always=True):
+    def _step(self, walk: Walk, state: GrammarState, newest: int, scope: Hashable, most: int) -> bool:
+        """Go on by at most `most` tokens that are forced, or by one that is likely. False if there are none."""
+        if forced := state.forced_tokens(always=True)[:most]:
             token_ids, odds, places = forced, [1.0] * len(forced), [()] * len(forced)
         else:
             mask = state.mask()
