@@ -157,10 +157,13 @@ def test_names_of_one_length_may_agree_and_lengths_are_bounded() -> None:
 
 
 def test_off_without_quotes_is_off() -> None:
-    """YAML reads it as false."""
-    given = yaml.safe_load("{speculative_config: {method: off, num_speculative_tokens: 3}}")
-    assert EngineArgs(**given).resolve().speculative == SpeculativeConfig("off", 3)
-    assert EngineArgs(**yaml.safe_load("speculative_config: off")).resolve().speculative == SpeculativeConfig("off")
+    """YAML reads it as false. The log of the configuration shows what was meant."""
+    args = EngineArgs(**yaml.safe_load("{speculative_config: {method: off, num_speculative_tokens: 3}}"))
+    assert args.speculative_config == {"method": "off", "num_speculative_tokens": 3}
+    assert args.resolve().speculative == SpeculativeConfig("off", 3)
+    args = EngineArgs(**yaml.safe_load("speculative_config: off"))
+    assert args.speculative_config == {"method": "off"}
+    assert args.resolve().speculative == SpeculativeConfig("off")
     with pytest.raises(ConfigError, match=r"^speculative_config=True: must be dict or None, not bool$"):
         EngineArgs(speculative_config=True).resolve()
 

@@ -64,8 +64,12 @@ class _NamesChecked(type):
         own = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         plain = {name: _plain(value) for name, value in given.items()}
         kept = read_texts(cls, translate("engine", plain, own, ConfigError))
-        if isinstance(method := kept.get("speculative_config"), str) or method is False:  # YAML makes that of `off`
-            kept["speculative_config"] = {"method": method}
+        drafting = kept.get("speculative_config")
+        if isinstance(drafting, str) or drafting is False:
+            drafting = {"method": drafting}
+        if isinstance(drafting, Mapping) and drafting.get("method") is False:  # YAML makes that of `off`
+            drafting = {**drafting, "method": "off"}
+        kept["speculative_config"] = drafting
         if isinstance(modules := kept.get("lora_modules"), list | Mapping):
             kept["lora_modules"] = tuple(_listed_modules(modules))
         return super().__call__(**kept)

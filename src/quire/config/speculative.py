@@ -116,8 +116,6 @@ class SpeculativeConfig:
             ours, kind = _FIELDS[name]
             if value is None:
                 continue
-            if name == "method" and value is False:  # what YAML makes of `off`
-                value = "off"
             if type(value) is not kind:
                 raise ConfigError(f"speculative_config: {name}={value!r} must be of the type {kind.__name__}")
             if value == "":
