@@ -186,6 +186,21 @@ def test_tokens_that_are_computed_again_are_free():
     assert [num_tokens for _, num_tokens in charges] == [4, 4, 1, 0, 0, 1, 1]
 
 
+def test_wrong_drafts_are_free_and_right_ones_are_tokens_as_others():
+    """The engine chose to try them, not the tenant."""
+    expected = expected_output(PROMPT, 6)
+
+    def draft(group: SequenceGroup, seq: Sequence) -> list[int]:
+        return [*expected[seq.num_output_tokens :][:2], WRONG, WRONG]
+
+    harness = Harness(num_blocks=40, policy="fair", draft=draft)
+    charges = record_charges(harness)
+    group = harness.add(PROMPT, 6)
+    harness.run()
+    assert group.metrics.num_drafts == (6, 4)
+    assert [num_tokens for _, num_tokens in charges] == [11, 3]
+
+
 # The cache
 
 
