@@ -76,6 +76,7 @@ def test_an_integer_may_be_written_as_a_float():
         (b'{"name": "a", "part": {"kind": "b", "more": [{"kind": "c", "x": 1}]}}', ["part.more[0].x"]),
         (b'{"name": "a", "schema": {"kind": "b", "x": 1}, "renamed": 1}', ["schema.x", "renamed"]),
         (b'{"name": "a", "anything": {"x": {"y": 1}}, "parts": []}', []),
+        (b'{"name": "a", "nme": null, "part": {"kind": "b", "x": null, "y": 0}}', ["part.y"]),
     ],
 )
 def test_unknown_fields_are_named_by_their_place(raw, unknown):

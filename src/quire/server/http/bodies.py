@@ -223,7 +223,8 @@ def _unknown_fields(data: Any, made: Any, where: str) -> Iterator[str]:
         names = dict(zip(made.__struct_encode_fields__, made.__struct_fields__, strict=True))
         for key, value in data.items():
             if key not in names and key != made.__struct_config__.tag_field:
-                yield where + key
+                if value is not None:  # null is as if the field were missing
+                    yield where + key
             elif key in names and isinstance(value, dict | list):
                 yield from _unknown_fields(value, getattr(made, names[key]), f"{where}{key}.")
     elif isinstance(made, list) and isinstance(data, list) and made and isinstance(made[0], msgspec.Struct):
