@@ -35,6 +35,13 @@ def test_a_conversation_ends_without_the_beginning_of_an_answer(embedder):
         assert answer["usage"]["prompt_tokens"] == len(tokenizer.encode(text, add_special_tokens=False))
 
 
+def test_an_error_names_the_field_that_the_request_has(embedder):
+    long = "one " * 5000
+    for body, field in (({"messages": [{"role": "user", "content": long}]}, "messages"), ({"input": long}, "input")):
+        error = embedder.post(PATH, body).error
+        assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+
+
 @pytest.mark.parametrize("task", ["score", "embed"])
 @pytest.mark.parametrize("path", ["/score", "/rerank"])
 def test_queries_and_documents_are_cut_as_vllms_clients_ask(path, task):

@@ -27,7 +27,7 @@ async def begin(request: Request, body: PoolingFields, field: str = "input") -> 
     """The model of a request that was read, whose texts are in `field`. Raises ApiError: 400 if it generates text."""
     context = context_of(request)
     context.adopt_id(body.request_id)
-    context.field_names["prompt"] = field
+    context.field_names["prompt"] = "messages" if isinstance(body, InputFields) and body.messages else field
     model = await use_model(request, body.model)
     if model.llm.pooler is None:
         raise invalid(
