@@ -325,3 +325,15 @@ def test_an_operators_template_that_is_wrong_stops_the_server(tmp_path):
         ServerArgs(chat_template="/dev/zero")
     with pytest.raises(TokenizerError, match="chat template is invalid"):
         saying("ok", args=ServerArgs(chat_template="{% for %}"))
+
+
+def test_a_refusal_in_the_history_is_text():
+    server, user = saying("Well."), {"role": "user", "content": "Why?"}
+
+    def tokens(**said: object) -> list[int]:
+        return server.post("/tokenize", {"messages": [user, {"role": "assistant", **said}, user]}).json["tokens"]
+
+    expected = tokens(content="No.")
+    assert tokens(content=[{"type": "refusal", "refusal": "No."}]) == expected
+    assert tokens(content=None, refusal="No.") == expected
+    assert tokens(content="No.", refusal="Not this.") == expected

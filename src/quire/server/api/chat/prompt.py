@@ -121,7 +121,7 @@ def _plain_message(message: ChatMessage, where: str, keeps_text: bool) -> dict[s
     plain: dict[str, Any] = msgspec.to_builtins(message)
     if isinstance(message.content, list):
         _check_parts(message.content, f"{where}.content")
-    plain.setdefault("content", "")
+    plain.setdefault("content", message.refusal or "")
     if not message.tool_calls:  # some templates take an empty list for calls, and leave the content out
         plain.pop("tool_calls", None)
     reasoning = message.reasoning_content or message.reasoning

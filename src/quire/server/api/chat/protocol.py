@@ -9,10 +9,16 @@ from quire.server.api.shared.fields import PromptLogprobs, SamplingFields, Timin
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """A part of a message. Only text is supported."""
+    """A part of a message. Only text is supported, to which the refusal of a model belongs."""
 
     type: str = "text"
     text: str | None = None
+    refusal: str | UnsetType | None = UNSET
+
+    def __post_init__(self) -> None:
+        if self.type == "refusal" and self.refusal:
+            self.type, self.text = "text", self.refusal
+        self.refusal = UNSET
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
