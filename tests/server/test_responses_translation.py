@@ -344,6 +344,16 @@ def test_logprobs_without_text_come_with_the_next_text() -> None:
     assert len(response.output[0].content[0].logprobs) == 2  # type: ignore[union-attr,arg-type]
 
 
+def test_logprobs_behind_the_text_come_with_its_end() -> None:
+    """Such as that of a token that stops the output, which may or may not come in a step of its own."""
+    for chat in ([ContentDelta(0, "ab", [LOGPROB]), ContentDelta(0, "", [LOGPROB])], [ContentDelta(0, "", [LOGPROB])]):
+        response, events = run([*chat, *END])
+        deltas = [event for event in events if event["type"].endswith("text.delta")]
+        assert sum(len(delta["logprobs"]) for delta in deltas) == len(chat)
+        (done,) = [event for event in events if event["type"].endswith("text.done")]
+        assert len(done["logprobs"]) == len(response.output[0].content[0].logprobs) == len(chat)  # type: ignore[union-attr,arg-type]
+
+
 def test_what_fails_or_is_cancelled_keeps_what_there_is() -> None:
     for status, last in (("failed", "failed"), ("cancelled", "incomplete")):
         response = Response(id="resp_1", created_at=1, model="m", text=TextConfig(), reasoning=Reasoning())

@@ -141,16 +141,17 @@ class ResponseBuilder:
 
     def _close(self, status: api.ItemStatus) -> list[Event]:
         """Close the open item: send the events for its text, its part and itself, and add it to the response."""
-        opened, self._open = self._open, None
-        if opened is None:
+        if self._open is None:
             return []
+        events = self._text_delta(TEXT, "") if self._open.kind == TEXT and self._pending_logprobs else []
+        opened, self._open = self._open, None
         if opened.kind == CALL:
             done: Event = {"arguments": opened.text, "name": opened.name}
             events = [self._event(f"response.{CALL}.done", opened, **done)]
         else:
             more = {"logprobs": opened.logprobs} if opened.kind == TEXT else {}
             done = {"content_index": 0, "text": opened.text, **more}
-            events = [self._event(f"response.{opened.kind}.done", opened, **done), self._part_event("done", opened)]
+            events += [self._event(f"response.{opened.kind}.done", opened, **done), self._part_event("done", opened)]
         item = _item(opened, status)
         self.response.output.append(item)
         return [*events, self._item_event("done", opened, item)]
