@@ -86,7 +86,7 @@ def test_the_tokens_of_some_rows_are_those_of_all(seed: int, num_rows: int) -> N
     step=st.sampled_from([0.0, 0.5]),
     temperature=st.sampled_from([0.0, 0.05, 0.7, 1.0, 3.0]),
     top_k=st.sampled_from([0, 1, 5, 50, 2000, 99_999]),
-    top_p=st.sampled_from([1.0, 0.99, 0.9, 0.5, 1e-6]),
+    top_p=st.sampled_from([1.0, 0.99, 0.9, 0.5, 1e-6, 0.0]),
     min_p=st.sampled_from([0.0, 0.0, 1e-3, 0.2, 1.0]),
     uniform=st.floats(0, 1, exclude_max=True),
     seed=st.integers(0, 10_000),
@@ -154,7 +154,8 @@ class TestEdges:
         with using(isa):
             assert draw(logits, 0.0, temperature).item() == (700 if temperature < 1 else 0)
             assert draw(logits, 0.999, temperature, top_k=1).item() == 700
-            assert draw(logits, 0.999, temperature, top_p=1e-9).item() == 700
+            for top_p in (0.0, 1e-9):
+                assert draw(logits, 0.999, temperature, top_p=top_p).item() == 700
             assert draw(logits, 0.999, temperature, top_k=2).item() == (700 if temperature == 0 else 1900)
 
     def test_zero_and_minus_zero_are_equal(self, isa):
