@@ -2,6 +2,7 @@
 others."""
 
 import asyncio
+import gc
 import json
 import threading
 from typing import Any
@@ -37,6 +38,12 @@ VALUES: list[Any] = [
     {"type": "text"},
 ]  # fmt: skip
 CANARY = {"prompt": "Once upon a time", "max_tokens": 40, "seed": 7, "ignore_eos": True, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_garbage():
+    """Finalizers of what other tests have left fail where the stack is nearly full, and leave processes running."""
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
