@@ -218,15 +218,14 @@ def _inside(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
 
 
 def _unknown_fields(data: Any, made: Any, where: str) -> Iterator[str]:
-    """Paths of fields in the data that the struct does not have."""
+    """Paths of fields in the data that the struct does not have, without those that are null."""
     if isinstance(made, msgspec.Struct) and isinstance(data, dict):
         names = dict(zip(made.__struct_encode_fields__, made.__struct_fields__, strict=True))
         for key, value in data.items():
-            if key not in names and key != made.__struct_config__.tag_field:
-                if value is not None:  # null is as if the field were missing
-                    yield where + key
-            elif key in names and isinstance(value, dict | list):
+            if key in names and isinstance(value, dict | list):
                 yield from _unknown_fields(value, getattr(made, names[key]), f"{where}{key}.")
+            elif value is not None and key not in names and key != made.__struct_config__.tag_field:
+                yield where + key
     elif isinstance(made, list) and isinstance(data, list) and made and isinstance(made[0], msgspec.Struct):
         for i, (item, struct) in enumerate(zip(data, made, strict=True)):
             yield from _unknown_fields(item, struct, f"{where.removesuffix('.')}[{i}].")
