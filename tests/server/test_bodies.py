@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from types import SimpleNamespace
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import pytest
@@ -42,6 +42,7 @@ class Body(msgspec.Struct, kw_only=True):
     colors: list[Literal["red", "green"]] | None = None
     by_name: dict[str, Literal["red", "green"]] | None = None
     shapes: list[Round | Square] | None = None
+    short: dict[Annotated[str, msgspec.Meta(max_length=3)], int] | None = None
 
 
 def refusal(raw: bytes) -> ApiError:
@@ -92,6 +93,7 @@ def test_unknown_fields_are_named_by_their_place(raw, unknown):
         (b'{"name": "a", "part": {"kind": 5}}', "part.kind: expected a string, got an integer", "part.kind"),
         (b'{"name": "a", "parts": [{"kind": 5}]}', "parts[0].kind: expected a string, got an integer", "parts[0].kind"),
         (b'{"name": "a", "a1": 1.5}', "a1: expected an integer or null, got a number", "a1"),
+        (b'{"name": "a", "short": {"long": 1}}', "short: a key: expected str of length <= 3", "short"),
         (
             b'{"name": "a", "color": true}',
             "color: expected a string, an object or null, got a boolean",

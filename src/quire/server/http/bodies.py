@@ -27,7 +27,7 @@ MAX_BODIES = 16
 """Limit on all bodies that are being received, as a multiple of the largest allowed body."""
 _SMALL_BYTES = 1024**2
 """Bodies up to this size are always accepted."""
-_PLACE = re.compile(r"(?P<what>.*) - at `(?:key in )?\$\.?(?P<where>.*)`", re.DOTALL)  # the last place in the message
+_PLACE = re.compile(r"(?P<what>.*) - at `(?P<key>key` in `)?\$\.?(?P<where>.*)`", re.DOTALL)  # its last place
 _STEP = re.compile(r"\[|\b[A-Za-z_]\w*")  # of a place such as `tools[0].type`: tools, [, type
 _TYPES = re.compile(r"Expected `([\w |]+)`, got `(\w+)`")
 _IN_WORDS = {
@@ -179,7 +179,7 @@ def _wrong_field(message: str, kind: type) -> ApiError:
     if types := _TYPES.fullmatch(what):
         what = f"expected {_in_words(types[1])}, got {_in_words(types[2])}"
     what = what.replace("`", "")
-    what = what[:1].lower() + what[1:]
+    what = ("a key: " if found and found["key"] else "") + what[:1].lower() + what[1:]
     if what.startswith("invalid ") and (allowed := _allowed(kind, where)):
         what += f" (allowed: {', '.join(allowed)})"
     is_field = where[:1].isalpha()
