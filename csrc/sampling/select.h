@@ -116,6 +116,35 @@ static inline Cut find_cut(const Candidates& c, const double* weights, double ta
   return cut;
 }
 
+#if defined(QUIRE_SIMD_AVX512)
+QUIRE_INLINE __mmask16 lane_bits(i32 mask) { return _mm512_movepi32_mask((__m512i)mask); }
+// The lanes of the mask, moved to the beginning in their order.
+QUIRE_INLINE i32 move_together(i32 lanes, i32 mask) {
+  return (i32)_mm512_maskz_compress_epi32(lane_bits(mask), (__m512i)lanes);
+}
+#elif defined(QUIRE_SIMD_AVX2)
+// For each set of lanes, a byte with the number of each of its lanes.
+struct LaneLists {
+  uint64_t of[256] = {};
+
+  constexpr LaneLists() {
+    for (uint64_t bits = 0; bits < 256; ++bits) {
+      int count = 0;
+      for (uint64_t lane = 0; lane < 8; ++lane) {
+        if (bits >> lane & 1) of[bits] |= lane << 8 * count++;
+      }
+    }
+  }
+};
+constexpr LaneLists kLaneLists;
+
+QUIRE_INLINE unsigned lane_bits(i32 mask) { return static_cast<unsigned>(_mm256_movemask_ps(as_float(mask))); }
+QUIRE_INLINE i32 move_together(i32 lanes, i32 mask) {
+  const __m128i numbers = _mm_cvtsi64_si128(static_cast<int64_t>(kLaneLists.of[lane_bits(mask)]));
+  return (i32)_mm256_permutevar8x32_epi32((__m256i)lanes, _mm256_cvtepu8_epi32(numbers));
+}
+#endif
+
 QUIRE_INLINE i32 lane_numbers() {
   i32 lanes;
   for (int i = 0; i < W; ++i) lanes[i] = i;
@@ -200,16 +229,12 @@ class Row {
     int64_t i = begin;
     for (; i + W <= end; i += W) {
       const f32 logits = max(load(c.logits + i), set1(kNegativeInfinity));
-#if defined(QUIRE_SIMD_AVX512)
-      const i32 ids = c.ids ? load_lanes(c.ids + i) : lane_numbers() + static_cast<int32_t>(i);
-      const __mmask16 larger = _mm512_cmp_ps_mask(logits, set1(cut.logit), _CMP_GT_OQ);
-      const __mmask16 equal = _mm512_cmp_ps_mask(logits, set1(cut.logit), _CMP_EQ_OQ);
-      const __mmask16 stays = larger | (equal & first_lanes(i + W <= cut.last ? W
-                                                            : cut.last < i    ? 0
-                                                                              : cut.last + 1 - i));
-      store(s_.logits + count, _mm512_maskz_compress_ps(stays, logits));
-      store_lanes(s_.ids + count, (i32)_mm512_maskz_compress_epi32(stays, (__m512i)ids));
-      count += __builtin_popcount(stays);
+#if defined(QUIRE_SIMD_AVX512) || defined(QUIRE_SIMD_AVX2)
+      const i32 places = lane_numbers() + static_cast<int32_t>(i), ids = c.ids ? load_lanes(c.ids + i) : places;
+      const i32 stays = (logits > cut.logit) | ((logits == cut.logit) & (places <= static_cast<int32_t>(cut.last)));
+      store_lanes(s_.logits + count, move_together(as_int(logits), stays));
+      store_lanes(s_.ids + count, move_together(ids, stays));
+      count += __builtin_popcount(lane_bits(stays));
 #else
       if (reduce_max(logits) >= cut.logit) count = keep_lanes(c, cut, i, i + W, count);
 #endif
