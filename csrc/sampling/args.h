@@ -7,6 +7,8 @@ namespace quire {
 
 // Rows are first reduced to this many maxima at most; a top-k up to it needs one pass over the row.
 constexpr int64_t kMaxChunks = 1024;
+// Candidates whose weights are summed together.
+constexpr int64_t kRun = 256;
 constexpr int kHistograms = 4;
 constexpr int kRadixBits = 11;
 constexpr int kRadixBins = 1 << kRadixBits;
@@ -63,7 +65,8 @@ struct LogprobArgs {
 struct SampleScratch {
   float* chunk_max;    // [kMaxChunks]
   double* histograms;  // [kHistograms, kRadixBins]
-  double* weights;     // of candidates, or of runs of them
+  double* weights;     // of candidates
+  double* sums;        // [vocab / kRun + 1], of their runs
   float* logits;
   int32_t* ids;
   int32_t* members;  // of one bin of the histogram

@@ -14,7 +14,7 @@ namespace {
 // What a thread keeps from call to call.
 struct ThreadState {
   std::vector<float> chunk_max, logits, row;
-  std::vector<double> histograms, weights;
+  std::vector<double> histograms, sums, weights;
   std::vector<int32_t> ids, members, counts;
 };
 
@@ -25,12 +25,14 @@ SampleScratch thread_scratch(int64_t vocab) {
     const size_t size = std::max(static_cast<size_t>(vocab), static_cast<size_t>(kMaxChunks));
     state.chunk_max.resize(kMaxChunks);
     state.histograms.resize(kHistograms * kRadixBins);
+    state.sums.resize(size / kRun + 1);
     for (auto* floats : {&state.logits, &state.row}) floats->resize(size);
     for (auto* integers : {&state.ids, &state.members, &state.counts}) integers->resize(size);
     state.weights.resize(size);  // last: it says that all have their size
   }
-  return {state.chunk_max.data(), state.histograms.data(), state.weights.data(), state.logits.data(),
-          state.ids.data(),       state.members.data(),    state.row.data(),     state.counts.data()};
+  return {state.chunk_max.data(), state.histograms.data(), state.weights.data(),
+          state.sums.data(),      state.logits.data(),     state.ids.data(),
+          state.members.data(),   state.row.data(),        state.counts.data()};
 }
 
 void refuse(int64_t row, const char* name, double value, const char* allowed) {

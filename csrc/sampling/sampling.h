@@ -26,17 +26,24 @@ class RowDraw {
         uniform_(args.uniform[row_index]) {}
 
   Candidates candidates() {
-    Candidates c = top_k_ > 0 && top_k_ < vocab_ ? row_.take_top_k(top_k_) : row_.all();
-    // A probability is min_p times the largest where the logit is the largest + temperature * log(min_p).
-    if (min_p_ > 0.0) c = row_.take_above(c, round_up(logit_of(min_p_)));
-    return top_p_ < 1.0 ? take_top_p(c) : c;
+    Candidates c = take_top_k_and_min_p();
+    if (top_p_ >= 1.0) return c;
+    const Cut cut = cut_top_p(c);
+    return row_.apply(c, cut);
   }
 
   // The first of the candidates whose cumulative weight exceeds `uniform` times the total.
   int64_t token() {
-    const Candidates c = candidates();
-    const double* const sums = s_.weights;
-    const double total = weigher_.sum_runs(c.logits, c.count, s_.weights), target = uniform_ * total;
+    Candidates c = take_top_k_and_min_p();
+    const double* weighed = nullptr;  // the candidates, where top-p has needed them
+    if (top_p_ < 1.0) {
+      const Cut cut = cut_top_p(c);
+      drop_weights(c, cut, s_.weights);
+      weighed = s_.weights;
+    }
+    const double* const sums = s_.sums;
+    const double total = weighed ? sum_runs(weighed, c.count, s_.sums) : weigher_.sum_runs(c.logits, c.count, s_.sums);
+    const double target = uniform_ * total;
     const int64_t num_runs = (c.count + kRun - 1) / kRun;
     int64_t last_run = 0;  // the last run with any weight
     for (int64_t run = 0; run < num_runs; ++run) last_run = sums[run] > 0.0 ? run : last_run;
@@ -45,8 +52,9 @@ class RowDraw {
     for (int64_t run = 0; run <= last_run; before += sums[run++]) {
       if (before + sums[run] <= target && run < last_run) continue;
       const int64_t begin = run * kRun, count = c.count - begin < kRun ? c.count - begin : kRun;
-      double weights[kRun], cumulative = before;
-      weigher_.weigh(c.logits + begin, count, weights);
+      double computed[kRun], cumulative = before;
+      if (!weighed) weigher_.weigh(c.logits + begin, count, computed);
+      const double* const weights = weighed ? weighed + begin : computed;
       for (int64_t i = 0; i < count; ++i) {
         if (weights[i] == 0.0) continue;
         drawn = c.ids ? c.ids[begin + i] : begin + i;
@@ -66,18 +74,24 @@ class RowDraw {
   bool is_certain() const { return is_certain_; }
 
  private:
-  Candidates take_top_p(const Candidates& all) {
-    const double total = weigher_.sum_runs(all.logits, all.count, s_.weights);
+  Candidates take_top_k_and_min_p() const {
+    const Candidates c = top_k_ > 0 && top_k_ < vocab_ ? row_.take_top_k(top_k_) : row_.all();
+    // A probability is min_p times the largest where the logit is the largest + temperature * log(min_p).
+    return min_p_ > 0.0 ? row_.take_above(c, round_up(logit_of(min_p_))) : c;
+  }
+
+  // Where top-p cuts the candidates, of which it takes those that may stay, and weighs them.
+  Cut cut_top_p(Candidates& c) {
+    const double total = weigher_.sum_runs(c.logits, c.count, s_.sums), target = top_p_ * total;
     // All candidates this light together weigh less than what top-p leaves out.
-    const double light = total * (1.0 - top_p_) / static_cast<double>(all.count) * (1.0 - 1e-9);
+    const double light = total * (1.0 - top_p_) / static_cast<double>(c.count) * (1.0 - 1e-9);
     double bound = logit_of(light);
     if (bound != __builtin_inf()) bound -= 1e-6 * __builtin_fabs(bound);  // for rounding errors
-    const Candidates c = row_.take_above(all, round_up(bound));
+    c = row_.take_above(c, round_up(bound));
     weigher_.weigh(c.logits, c.count, s_.weights);
-    const double target = top_p_ * total;
     const Cut cut = find_cut(c, s_.weights, target, round_up(bound), row_.largest(), s_);
     decide(cut.mass - s_.weights[cut.last], target, cut.mass, total);
-    return row_.apply(c, cut);
+    return cut;
   }
 
   // That `target` lies between these two sums of weights: beyond doubt if further than rough weights can be wrong,

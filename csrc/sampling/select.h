@@ -151,6 +151,12 @@ QUIRE_INLINE i32 lane_numbers() {
   return lanes;
 }
 
+// Makes the weights of what does not stay 0.
+static inline void drop_weights(const Candidates& c, Cut cut, double* weights) {
+  for (int64_t i = 0; i < c.count; ++i) weights[i] = c.logits[i] >= cut.logit ? weights[i] : 0.0;
+  for (int64_t i = cut.last + 1; i < c.count; ++i) weights[i] = c.logits[i] == cut.logit ? 0.0 : weights[i];
+}
+
 // A row, the maxima of its chunks, and ways to narrow it down.
 class Row {
  public:

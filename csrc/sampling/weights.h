@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "isa/simd.h"
+#include "sampling/args.h"
 
 namespace quire::QUIRE_ISA {
 
@@ -90,8 +91,14 @@ static inline double sum_weights(const double* weights, int64_t count) {
   return ((lanes[0] + lanes[4]) + (lanes[1] + lanes[5])) + ((lanes[2] + lanes[6]) + (lanes[3] + lanes[7]));
 }
 
-// Candidates whose weights are summed together.
-constexpr int64_t kRun = 256;
+// The sum of each run of kRun weights, and of all.
+static inline double sum_runs(const double* weights, int64_t count, double* sums) {
+  double total = 0.0;
+  for (int64_t begin = 0; begin < count; begin += kRun) {
+    total += * sums++ = sum_weights(weights + begin, count - begin < kRun ? count - begin : kRun);
+  }
+  return total;
+}
 
 // exp((logit - largest) / temperature), exact or rough.
 template <bool kRough>
@@ -112,7 +119,7 @@ class Weigher {
     for (int64_t j = i; j < count; ++j) weights[j] = last_weights[j - i];
   }
 
-  // The sum of each run of kRun weights, and of all.
+  // The same of these logits, whose weights are not kept.
   double sum_runs(const float* logits, int64_t count, double* sums) const {
     double total = 0.0;
     for (int64_t begin = 0; begin < count; begin += kRun) {
