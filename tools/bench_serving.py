@@ -153,7 +153,7 @@ async def measure(args: argparse.Namespace, log: Path) -> dict[str, list[Run]]:
     served, async_llm = Served(args, log), await AsyncLLM.from_args(engine_args)
 
     async def run_llm(output_len: int) -> Run:
-        return Run(run_once(llm, prompts, output_len))
+        return Run(run_once(llm, prompts, greedy(output_len)))
 
     interfaces: dict[str, Callable[[int], Awaitable[Run]]] = {
         "LLM": run_llm,

@@ -11,7 +11,7 @@ import pytest
 from quire.cli import main
 from quire.cli.bench import attention, kernels, latency, steps
 from quire.cli.bench.limits import Limits, WeightCosts
-from quire.cli.bench.throughput import random_prompts
+from quire.cli.bench.throughput import greedy, random_prompts
 from quire.common.batch import Batch, StepResult
 from quire.config.args import EngineArgs
 from quire.config.hf_config import HFConfig
@@ -106,6 +106,24 @@ def test_latency_has_a_time_for_every_token(rows: Rows) -> None:
     assert (row["concurrency"], row["between_tokens_ms"], row["per_token_ms"], row["of_limit"]) == (None,) * 4
 
 
+@needs_native
+@pytest.mark.parametrize("benchmark", ["throughput", "latency"])
+def test_tokens_are_drawn_as_the_options_say(benchmark: str, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    add = LLMEngine.add_request
+
+    def watched(self: LLMEngine, request_id: str, prompt: Any, params: Any, **more: Any) -> None:
+        asked.append((params.temperature, params.top_p, params.max_tokens))
+        add(self, request_id, prompt, params, **more)
+
+    monkeypatch.setattr(LLMEngine, "add_request", watched)
+    small = ("--num-prompts", "2", "--input-len", "4", "--output-len", "3", "--num-gpu-blocks-override", "32")
+    rows(
+        benchmark, *small, "--temperature", "0.8", "--top-p", "0.95", *(["--json"] if benchmark == "throughput" else [])
+    )
+    assert set(asked) == {(0.8, 0.95, 3)}
+
+
 def test_a_disturbance_of_some_seconds_changes_no_step_time(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = count()
     monkeypatch.setattr(steps, "_step_times", lambda *_: [9.0 if 6 <= next(calls) < 10 else 1.0] * 3)
@@ -126,7 +144,7 @@ def test_the_number_of_requests_at_once_is_limited(concurrency: int, monkeypatch
         return execute(batch)
 
     monkeypatch.setattr(executor, "execute", watched)
-    times = latency.token_times(llm.engine, random_prompts(5, 20, 1000), 6, concurrency)
+    times = latency.token_times(llm.engine, random_prompts(5, 20, 1000), greedy(6), concurrency)
     assert max(sizes) == concurrency
     assert [len(tokens) for tokens in times] == [1 + 6] * 5, "the arrival, and each token"
     assert all(earlier <= later for tokens in times for earlier, later in pairwise(tokens))
@@ -144,7 +162,7 @@ def test_requests_keep_their_time_of_arrival_however_late_the_engine_takes_them(
         add(*arguments, arrival_time=arrival_time)
 
     monkeypatch.setattr(LLMEngine, "add_request", watched)
-    times = latency.token_times(llm.engine, random_prompts(4, 20, 1000), 3, concurrency=1, request_rate=1e6)
+    times = latency.token_times(llm.engine, random_prompts(4, 20, 1000), greedy(3), concurrency=1, request_rate=1e6)
     assert arrivals == [tokens[0] for tokens in times]
     assert arrivals == sorted(set(arrivals))
 

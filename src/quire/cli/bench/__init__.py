@@ -1,8 +1,9 @@
 """Measure how fast this machine runs a model, the kernels and the scheduler; each result is one line of JSON.
 
-`throughput` and `latency` use random prompts and greedy decoding, ignore end-of-sequence tokens, and turn the prefix
-cache off, and speculation too unless --speculative-config is given: random prompts say nothing about it. The machine's
-limits are measured in the same run, and each result says what share of them was reached.
+`throughput` and `latency` use random prompts, take the likeliest tokens unless --temperature is given, ignore
+end-of-sequence tokens, and turn the prefix cache off, and speculation too unless --speculative-config is given: random
+prompts say nothing about it. The machine's limits are measured in the same run, and each result says what share of
+them was reached.
 """
 
 import argparse
@@ -26,6 +27,8 @@ _PROMPTS = {
     "num_prompts": (8, "number of prompts"),
     "input_len": (128, "tokens in each prompt"),
     "output_len": (64, "tokens to generate for each prompt"),
+    "temperature": (0.0, "of the draws; 0: the likeliest token"),
+    "top_p": (1.0, "of the draws: the likeliest tokens with this share of the probability"),
 }
 _MACHINE = {"threads": (0, "kernel threads; 0: what the CPU set allows"), "seconds": (2.0, "seconds for each row")}
 _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {

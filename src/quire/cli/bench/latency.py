@@ -11,7 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 from quire.cli.bench.limits import Limits, significant
-from quire.cli.bench.throughput import acceptance, greedy, load_for_bench, random_prompts, run_once
+from quire.cli.bench.throughput import acceptance, draws_of, load_for_bench, random_prompts, run_once
+from quire.common.params import SamplingParams
 from quire.common.progress import progress
 from quire.engine.llm_engine import LLMEngine
 from quire.interfaces.simulate.report import percentiles
@@ -21,13 +22,13 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield one row. Tokens of one step count as one interval between tokens, as vLLM's inter-token latency does; its
     time per output token, which is `per_token_ms`, is a request's time after the first token divided by the other
     tokens. `of_limit` is the time to read all weights once, divided by the median interval."""
-    llm = load_for_bench(options)
+    params, llm = draws_of(options), load_for_bench(options)
     config = llm.engine.model_config
     prompts = random_prompts(options.num_prompts, options.input_len, config.vocab_size)
-    run_once(llm, prompts[:1], options.output_len, "warm-up")  # warms up
+    run_once(llm, prompts[:1], params, "warm-up")  # warms up
     before = llm.engine.stats()
     with progress("latency", len(prompts), "request") as advance:
-        times = token_times(llm.engine, prompts, options.output_len, options.concurrency, options.request_rate, advance)
+        times = token_times(llm.engine, prompts, params, options.concurrency, options.request_rate, advance)
     read_s = llm.engine.plan.weight_bytes / Limits.measure(config.dtype).read_bytes_per_s
     between = [later - earlier for tokens in times for earlier, later in pairwise(tokens[1:])]
     num_later = options.output_len - 1
@@ -47,7 +48,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def token_times(
     engine: LLMEngine,
     prompts: Sequence[list[int]],
-    output_len: int,
+    params: SamplingParams,
     concurrency: int,
     request_rate: float = 0.0,
     advance: Callable[[int], object] = lambda _: None,
@@ -59,7 +60,7 @@ def token_times(
         while len(times) < len(prompts) and (due <= clock() if request_rate else num_unfinished < concurrency):
             arrival = due if request_rate else clock()
             prompt = {"prompt_token_ids": prompts[len(times)]}
-            engine.add_request(str(len(times)), prompt, greedy(output_len), arrival_time=arrival)
+            engine.add_request(str(len(times)), prompt, params, arrival_time=arrival)
             times.append([arrival])
             due, num_unfinished = due + rng.expovariate(request_rate or 1.0), num_unfinished + 1
         if not num_unfinished:

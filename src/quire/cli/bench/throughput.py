@@ -32,14 +32,14 @@ _FIRST_TOKEN_ID = 3
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Load the model, run the batch, and yield the last run's row; print every run unless only JSON is wanted."""
-    start = time.perf_counter()
+    params, start = draws_of(options), time.perf_counter()
     llm = load_for_bench(options)
     load_s = time.perf_counter() - start
     prompts = random_prompts(options.num_prompts, options.input_len, llm.engine.model_config.vocab_size)
     result: dict[str, Any] = {}
     for i in range(options.runs):
         before = llm.engine.stats()
-        elapsed_s = run_once(llm, prompts, options.output_len, str(i), use_tqdm=True)
+        elapsed_s = run_once(llm, prompts, params, str(i), use_tqdm=True)
         result = _result(options, llm, elapsed_s, load_s)
         result |= acceptance(before, llm.engine.stats())
         if not options.json:
@@ -92,21 +92,29 @@ def greedy(output_len: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
 
 
-def run_once(llm: LLM, prompts: list[list[int]], output_len: int, salt: str = "", *, use_tqdm: bool = False) -> float:
+def draws_of(options: argparse.Namespace) -> SamplingParams:
+    """Return the parameters that the options ask for."""
+    how = {"temperature": options.temperature, "top_p": options.top_p}
+    return SamplingParams(**how, max_tokens=options.output_len, ignore_eos=True)
+
+
+def run_once(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams, salt: str = "", *, use_tqdm: bool = False
+) -> float:
     """Return the seconds that one batch takes. Raises RequestError if a prompt was rejected or an output cut short.
 
     Batches of another `salt` draft nothing from what this one generates.
     """
     start = time.perf_counter()
     salted = [{"prompt_token_ids": ids, "cache_salt": salt} for ids in prompts]
-    outputs = llm.generate(salted, greedy(output_len), use_tqdm=use_tqdm)
+    outputs = llm.generate(salted, params, use_tqdm=use_tqdm)
     elapsed_s = time.perf_counter() - start
     for output in outputs:
-        if len(output.outputs[0].token_ids) != output_len:
+        if len(output.outputs[0].token_ids) != params.max_tokens:
             raise RequestError(
                 output.error
-                or f"an output has {len(output.outputs[0].token_ids)} tokens instead of {output_len}: the model's "
-                "context is too short"
+                or f"an output has {len(output.outputs[0].token_ids)} tokens instead of {params.max_tokens}: the "
+                "model's context is too short"
             )
     return elapsed_s
 
