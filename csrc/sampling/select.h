@@ -82,40 +82,6 @@ static inline uint32_t find_bin(const double* histograms, int num_histograms, do
   return static_cast<uint32_t>(lowest);
 }
 
-// Order by logit, lower id first among equals: the candidates whose preceding mass is less than `target` stay, the
-// first one always. At least one candidate has weight; weights null: each has 1. All logits lie between `low` and
-// `high`.
-static inline Cut find_cut(const Candidates& c, const double* weights, double target, float low, float high,
-                           const SampleScratch& s) {
-  double mass = 0.0;
-  uint32_t lowest = order_key(low);
-  const uint32_t range = order_key(high) - lowest;
-  int shift = range >> kRadixBits ? 32 - kRadixBits - __builtin_clz(range) : 0;
-  const int32_t* members = nullptr;
-  int64_t count = c.count;
-  for (;; shift = shift > kRadixBits ? shift - kRadixBits : 0) {
-    const int num_histograms = fill_histograms(c, weights, members, count, lowest, shift, s.histograms);
-    lowest += find_bin(s.histograms, num_histograms, target, mass) << shift;
-    // Without a branch: which ones are members cannot be predicted.
-    int64_t num_left = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      const int32_t index = members ? members[i] : static_cast<int32_t>(i);
-      s.members[num_left] = index;
-      num_left += (order_key(c.logits[index]) - lowest) >> shift == 0;
-    }
-    members = s.members;
-    count = num_left;
-    if (shift == 0 || count == 1) break;
-  }
-  Cut cut{key_value(order_key(c.logits[members[0]])), -1, mass};
-  for (int64_t i = 0; i < count; ++i) {
-    if (cut.last >= 0 && cut.mass >= target) break;
-    cut.last = members[i];
-    cut.mass += weights ? weights[members[i]] : 1.0;
-  }
-  return cut;
-}
-
 #if defined(QUIRE_SIMD_AVX512)
 QUIRE_INLINE __mmask16 lane_bits(i32 mask) { return _mm512_movepi32_mask((__m512i)mask); }
 // The lanes of the mask, moved to the beginning in their order.
@@ -149,6 +115,57 @@ QUIRE_INLINE i32 lane_numbers() {
   i32 lanes;
   for (int i = 0; i < W; ++i) lanes[i] = i;
   return lanes;
+}
+
+// Lists those of the candidates `members` (null: all) whose key is within 2^shift from `lowest` on in `list`, which may
+// be `members`, and returns how many there are.
+static inline int64_t list_bin(const Candidates& c, const int32_t* members, int64_t count, uint32_t lowest, int shift,
+                               int32_t* list) {
+  int64_t num_listed = 0, i = 0;
+#if defined(QUIRE_SIMD_AVX512) || defined(QUIRE_SIMD_AVX2)
+  typedef uint32_t u32 __attribute__((vector_size(4 * W)));
+  for (; !members && i + W <= count; i += W) {
+    const i32 bits = as_int(max(load(c.logits + i), set1(kNegativeInfinity)) + 0.0f);
+    const u32 keys = (u32)(bits ^ (bits >> 31 | INT32_MIN));
+    const i32 is_in = (i32)((keys - lowest) >> shift == 0);
+    store_lanes(list + num_listed, move_together(lane_numbers() + static_cast<int32_t>(i), is_in));
+    num_listed += __builtin_popcount(lane_bits(is_in));
+  }
+#endif
+  // Without a branch: which ones are in the bin cannot be predicted.
+  for (; i < count; ++i) {
+    const int32_t index = members ? members[i] : static_cast<int32_t>(i);
+    list[num_listed] = index;
+    num_listed += (order_key(c.logits[index]) - lowest) >> shift == 0;
+  }
+  return num_listed;
+}
+
+// Order by logit, lower id first among equals: the candidates whose preceding mass is less than `target` stay, the
+// first one always. At least one candidate has weight; weights null: each has 1. All logits lie between `low` and
+// `high`.
+static inline Cut find_cut(const Candidates& c, const double* weights, double target, float low, float high,
+                           const SampleScratch& s) {
+  double mass = 0.0;
+  uint32_t lowest = order_key(low);
+  const uint32_t range = order_key(high) - lowest;
+  int shift = range >> kRadixBits ? 32 - kRadixBits - __builtin_clz(range) : 0;
+  const int32_t* members = nullptr;
+  int64_t count = c.count;
+  for (;; shift = shift > kRadixBits ? shift - kRadixBits : 0) {
+    const int num_histograms = fill_histograms(c, weights, members, count, lowest, shift, s.histograms);
+    lowest += find_bin(s.histograms, num_histograms, target, mass) << shift;
+    count = list_bin(c, members, count, lowest, shift, s.members);
+    members = s.members;
+    if (shift == 0 || count == 1) break;
+  }
+  Cut cut{key_value(order_key(c.logits[members[0]])), -1, mass};
+  for (int64_t i = 0; i < count; ++i) {
+    if (cut.last >= 0 && cut.mass >= target) break;
+    cut.last = members[i];
+    cut.mass += weights ? weights[members[i]] : 1.0;
+  }
+  return cut;
 }
 
 // Makes the weights of what does not stay 0.
