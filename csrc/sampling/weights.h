@@ -49,7 +49,7 @@ constexpr int kAtOnce = 8;
 template <bool kRough>
 QUIRE_INLINE void exp_weights(f64 (&x)[kAtOnce]) {
   constexpr double kLog2E = 1.4426950408889634, kLn2High = 0x1.62e42fefa0000p-1, kLn2Low = 0x1.cf79abc9e3b3ap-40;
-  constexpr double kRound = 0x1.8p52;  // adding it leaves the nearest integer in the low bits
+  constexpr double kRound = 0x1.8p52;  // adding it leaves the nearest integer in the low bits, which are 0 in itself
   constexpr double kFactorials[] = {1,    1,     2,      6,       24,       120,       720,
                                     5040, 40320, 362880, 3628800, 39916800, 479001600, 6227020800};
   constexpr int kDegree = kRough ? 9 : 13;
@@ -74,8 +74,7 @@ QUIRE_INLINE void exp_weights(f64 (&x)[kAtOnce]) {
   }
   QUIRE_UNROLL
   for (int v = 0; v < kAtOnce; ++v) {
-    const i64 exponent = (i64)shifted[v] - __builtin_bit_cast(int64_t, kRound);
-    const f64 power = (f64)((exponent + 1023) << 52);
+    const f64 power = (f64)(((i64)shifted[v] + 1023) << 52);  // the other bits are shifted out
     x[v] = (f64)((i64)(sum[v] * power) & inside[v]);
   }
 }

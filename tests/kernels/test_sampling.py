@@ -84,9 +84,9 @@ def test_the_tokens_of_some_rows_are_those_of_all(seed: int, num_rows: int) -> N
     vocab=st.sampled_from([1, 2, 17, 32, 300, 5000]),
     spread=st.sampled_from([0.1, 1.0, 5.0, 50.0]),
     step=st.sampled_from([0.0, 0.5]),
-    temperature=st.sampled_from([0.0, 0.05, 0.7, 1.0, 3.0]),
+    temperature=st.sampled_from([0.0, 2e-16, 0.05, 0.7, 1.0, 3.0, 1e300]),
     top_k=st.sampled_from([0, 1, 5, 50, 2000, 99_999]),
-    top_p=st.sampled_from([1.0, 0.99, 0.9, 0.5, 1e-6, 0.0]),
+    top_p=st.sampled_from([1.0, 1 - 2**-53, 0.99, 0.9, 0.5, 1e-6, 5e-324, 0.0]),
     min_p=st.sampled_from([0.0, 0.0, 1e-3, 0.2, 1.0]),
     uniform=st.floats(0, 1, exclude_max=True),
     seed=st.integers(0, 10_000),
@@ -162,6 +162,11 @@ class TestEdges:
         with using(isa):
             assert draw(torch.tensor([[-0.0, 0.0, -1.0]]), 0.9, top_k=1).item() == 0
             assert draw(torch.tensor([[0.0, -0.0, -1.0]]), 0.9, top_k=2).item() == 1
+
+    @pytest.mark.parametrize("gap", [1e3, 7e15, 1e38])  # 7e15: see exp_weights under `make sanitize`
+    def test_a_token_far_below_the_largest_has_no_weight(self, isa, gap):
+        with using(isa):
+            assert draw(torch.tensor([[0.0, -gap]]), 0.999).item() == 0
 
     @pytest.mark.parametrize("temperature", [0.0, 0.7])
     @pytest.mark.parametrize("top_k", [0, 1, 3])
