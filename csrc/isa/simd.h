@@ -37,6 +37,11 @@
 #include "isa/simd_portable.h"
 #endif
 
+// Whether lanes can be moved together by a mask.
+#if defined(QUIRE_SIMD_AVX512) || defined(QUIRE_SIMD_AVX2)
+#define QUIRE_MOVES_LANES
+#endif
+
 // Whether pairs of bf16 are multiplied as such, and not as float32.
 #if defined(__AVX512BF16__) || defined(QUIRE_ARM_I8MM)
 #define QUIRE_MULTIPLIES_PAIRS
@@ -51,6 +56,9 @@
 //   ByteTable                              16 bytes, looked up for each byte of an i32
 //   multiply_pairs(a, b)                   a.lower * b.lower + a.upper * b.upper of two int16 in each int32 lane
 //   max, reduce_add, reduce_max            max(a, b) is b if either is NaN; reductions are fixed trees
+//   lane_bits, move_together               with QUIRE_MOVES_LANES: a bit for each lane of a mask; the lanes of a mask,
+//   in
+//                                          their order, from the first lane on
 
 namespace quire::QUIRE_ISA {
 

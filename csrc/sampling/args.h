@@ -7,7 +7,7 @@ namespace quire {
 
 // Rows are first reduced to this many maxima at most; a top-k up to it needs one pass over the row.
 constexpr int64_t kMaxChunks = 1024;
-// Candidates whose weights are summed together.
+// Weights are summed by runs of this many candidates, so that a draw has to look into one run only.
 constexpr int64_t kRun = 256;
 constexpr int kHistograms = 4;
 constexpr int kRadixBits = 11;

@@ -9,8 +9,8 @@
 namespace quire::QUIRE_ISA {
 
 // The candidates of one row that top-k, min-p and top-p leave, and the token that is drawn among them. The row holds
-// more than -inf; temperature is not 0. Rough weights take half the time, and nearly always decide the same beyond
-// doubt.
+// more than -inf; temperature is not 0. Rough weights take half the time. Where is_certain() says so, which is nearly
+// always, exact weights would have given the same candidates or token.
 template <bool kRough>
 class RowDraw {
  public:
@@ -35,14 +35,14 @@ class RowDraw {
   // The first of the candidates whose cumulative weight exceeds `uniform` times the total.
   int64_t token() {
     Candidates c = take_top_k_and_min_p();
-    const double* weighed = nullptr;  // the candidates, where top-p has needed them
+    const double* stored = nullptr;  // the weights of the candidates, where top-p has needed them
     if (top_p_ < 1.0) {
       const Cut cut = cut_top_p(c);
       drop_weights(c, cut, s_.weights);
-      weighed = s_.weights;
+      stored = s_.weights;
     }
     const double* const sums = s_.sums;
-    const double total = weighed ? sum_runs(weighed, c.count, s_.sums) : weigher_.sum_runs(c.logits, c.count, s_.sums);
+    const double total = stored ? sum_runs(stored, c.count, s_.sums) : weigher_.sum_runs(c.logits, c.count, s_.sums);
     const double target = uniform_ * total;
     const int64_t num_runs = (c.count + kRun - 1) / kRun;
     int64_t last_run = 0;  // the last run with any weight
@@ -53,15 +53,15 @@ class RowDraw {
       if (before + sums[run] <= target && run < last_run) continue;
       const int64_t begin = run * kRun, count = c.count - begin < kRun ? c.count - begin : kRun;
       double computed[kRun], cumulative = before;
-      if (!weighed) weigher_.weigh(c.logits + begin, count, computed);
-      const double* const weights = weighed ? weighed + begin : computed;
+      if (!stored) weigher_.weigh(c.logits + begin, count, computed);
+      const double* const weights = stored ? stored + begin : computed;
       for (int64_t i = 0; i < count; ++i) {
         if (weights[i] == 0.0) continue;
         drawn = c.ids ? c.ids[begin + i] : begin + i;
         const double previous = cumulative;
         cumulative += weights[i];
         if (cumulative > target) {
-          decide(previous, target, cumulative, total);
+          note_margin(previous, target, cumulative, total);
           return drawn;
         }
       }
@@ -83,20 +83,20 @@ class RowDraw {
   // Where top-p cuts the candidates, of which it takes those that may stay, and weighs them.
   Cut cut_top_p(Candidates& c) {
     const double total = weigher_.sum_runs(c.logits, c.count, s_.sums), target = top_p_ * total;
-    // All candidates this light together weigh less than what top-p leaves out.
+    // All candidates this light together weigh less than what top-p leaves out, so they need not be looked at.
     const double light = total * (1.0 - top_p_) / static_cast<double>(c.count) * (1.0 - 1e-9);
     double bound = logit_of(light);
     if (bound != __builtin_inf()) bound -= 1e-6 * __builtin_fabs(bound);  // for rounding errors
     c = row_.take_above(c, round_up(bound));
     weigher_.weigh(c.logits, c.count, s_.weights);
     const Cut cut = find_cut(c, s_.weights, target, round_up(bound), row_.largest(), s_);
-    decide(cut.mass - s_.weights[cut.last], target, cut.mass, total);
+    note_margin(cut.mass - s_.weights[cut.last], target, cut.mass, total);
     return cut;
   }
 
-  // That `target` lies between these two sums of weights: beyond doubt if further than rough weights can be wrong,
-  // whose sums are wrong by 1e-10 of the total at most.
-  void decide(double below, double target, double above, double total) {
+  // To be called with the two sums of weights between which `target` lies. Rough weights are only certain of it if it
+  // is further from both than their sums can be wrong: by 1e-10 of the total at most, for up to 500,000 candidates.
+  void note_margin(double below, double target, double above, double total) {
     constexpr double kTolerance = kRough ? 1e-9 : 0.0;
     is_certain_ &= target - below >= kTolerance * total && above - target >= kTolerance * total;
   }

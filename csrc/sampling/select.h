@@ -36,11 +36,11 @@ struct Candidates {
   int64_t count;
 };
 
-// The last candidate that stays: all with a larger logit stay, and those with this one up to this index. NaN is -inf.
+// The last candidate that stays: all with a larger logit stay, and those with this one up to index `last`. NaN is -inf.
 struct Cut {
   float logit;
-  int64_t last;
-  double mass;  // of all that stay
+  int64_t last;  // among the candidates; not a token id
+  double mass;   // of all that stay
 };
 
 // Adds the weights (null: each 1) of the candidates `members` (null: all) into a bin each by their keys. Many are added
@@ -82,35 +82,6 @@ static inline uint32_t find_bin(const double* histograms, int num_histograms, do
   return static_cast<uint32_t>(lowest);
 }
 
-#if defined(QUIRE_SIMD_AVX512)
-QUIRE_INLINE __mmask16 lane_bits(i32 mask) { return _mm512_movepi32_mask((__m512i)mask); }
-// The lanes of the mask, moved to the beginning in their order.
-QUIRE_INLINE i32 move_together(i32 lanes, i32 mask) {
-  return (i32)_mm512_maskz_compress_epi32(lane_bits(mask), (__m512i)lanes);
-}
-#elif defined(QUIRE_SIMD_AVX2)
-// For each set of lanes, a byte with the number of each of its lanes.
-struct LaneLists {
-  uint64_t of[256] = {};
-
-  constexpr LaneLists() {
-    for (uint64_t bits = 0; bits < 256; ++bits) {
-      int count = 0;
-      for (uint64_t lane = 0; lane < 8; ++lane) {
-        if (bits >> lane & 1) of[bits] |= lane << 8 * count++;
-      }
-    }
-  }
-};
-constexpr LaneLists kLaneLists;
-
-QUIRE_INLINE unsigned lane_bits(i32 mask) { return static_cast<unsigned>(_mm256_movemask_ps(as_float(mask))); }
-QUIRE_INLINE i32 move_together(i32 lanes, i32 mask) {
-  const __m128i numbers = _mm_cvtsi64_si128(static_cast<int64_t>(kLaneLists.of[lane_bits(mask)]));
-  return (i32)_mm256_permutevar8x32_epi32((__m256i)lanes, _mm256_cvtepu8_epi32(numbers));
-}
-#endif
-
 QUIRE_INLINE i32 lane_numbers() {
   i32 lanes;
   for (int i = 0; i < W; ++i) lanes[i] = i;
@@ -122,7 +93,7 @@ QUIRE_INLINE i32 lane_numbers() {
 static inline int64_t list_bin(const Candidates& c, const int32_t* members, int64_t count, uint32_t lowest, int shift,
                                int32_t* list) {
   int64_t num_listed = 0, i = 0;
-#if defined(QUIRE_SIMD_AVX512) || defined(QUIRE_SIMD_AVX2)
+#if defined(QUIRE_MOVES_LANES)
   typedef uint32_t u32 __attribute__((vector_size(4 * W)));
   for (; !members && i + W <= count; i += W) {
     const i32 bits = as_int(max(load(c.logits + i), set1(kNegativeInfinity)) + 0.0f);
@@ -143,7 +114,8 @@ static inline int64_t list_bin(const Candidates& c, const int32_t* members, int6
 
 // Order by logit, lower id first among equals: the candidates whose preceding mass is less than `target` stay, the
 // first one always. At least one candidate has weight; weights null: each has 1. All logits lie between `low` and
-// `high`.
+// `high`. A histogram over the first 11 bits of the keys' range finds the bin in which the cut falls, another one over
+// the next 11 bits divides that bin, until one key is left (at most three rounds).
 static inline Cut find_cut(const Candidates& c, const double* weights, double target, float low, float high,
                            const SampleScratch& s) {
   double mass = 0.0;
@@ -219,7 +191,7 @@ class Row {
     return {s_.logits, s_.ids, count};
   }
 
-  // The candidates with at least this logit.
+  // The candidates with at least this logit, whatever their index.
   Candidates take_above(const Candidates& c, float bound) const { return apply(c, {bound, c.count, 0.0}); }
 
   // Of the whole row; top_k at most vocab.
@@ -252,7 +224,7 @@ class Row {
     int64_t i = begin;
     for (; i + W <= end; i += W) {
       const f32 logits = max(load(c.logits + i), set1(kNegativeInfinity));
-#if defined(QUIRE_SIMD_AVX512) || defined(QUIRE_SIMD_AVX2)
+#if defined(QUIRE_MOVES_LANES)
       const i32 places = lane_numbers() + static_cast<int32_t>(i), ids = c.ids ? load_lanes(c.ids + i) : places;
       const i32 stays = (logits > cut.logit) | ((logits == cut.logit) & (places <= static_cast<int32_t>(cut.last)));
       store_lanes(s_.logits + count, move_together(as_int(logits), stays));

@@ -89,4 +89,26 @@ struct ByteTable {
 
 QUIRE_INLINE i32 multiply_pairs(i32 a, i32 b) { return (i32)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 
+QUIRE_INLINE unsigned lane_bits(i32 mask) { return static_cast<unsigned>(_mm256_movemask_ps((f32)mask)); }
+
+// For each set of lanes, a byte with the number of each of its lanes.
+struct LaneLists {
+  uint64_t of[256] = {};
+
+  constexpr LaneLists() {
+    for (uint64_t bits = 0; bits < 256; ++bits) {
+      int count = 0;
+      for (uint64_t lane = 0; lane < 8; ++lane) {
+        if (bits >> lane & 1) of[bits] |= lane << 8 * count++;
+      }
+    }
+  }
+};
+constexpr LaneLists kLaneLists;
+
+QUIRE_INLINE i32 move_together(i32 lanes, i32 mask) {
+  const __m128i numbers = _mm_cvtsi64_si128(static_cast<int64_t>(kLaneLists.of[lane_bits(mask)]));
+  return (i32)_mm256_permutevar8x32_epi32((__m256i)lanes, _mm256_cvtepu8_epi32(numbers));
+}
+
 }  // namespace quire::QUIRE_ISA

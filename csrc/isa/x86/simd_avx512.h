@@ -78,4 +78,9 @@ struct ByteTable {
 
 QUIRE_INLINE i32 multiply_pairs(i32 a, i32 b) { return (i32)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
 
+QUIRE_INLINE __mmask16 lane_bits(i32 mask) { return _mm512_movepi32_mask((__m512i)mask); }
+QUIRE_INLINE i32 move_together(i32 lanes, i32 mask) {
+  return (i32)_mm512_maskz_compress_epi32(lane_bits(mask), (__m512i)lanes);
+}
+
 }  // namespace quire::QUIRE_ISA
