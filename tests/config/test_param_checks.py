@@ -70,6 +70,13 @@ def test_what_is_not_is_refused_with_the_field_the_value_and_the_bounds(case):
     assert isinstance(value, list) or repr(value) in str(raised.value)
 
 
+def test_the_lowest_number_may_be_left_out():
+    checks.check_number("x", 0, 0, 1, "0 to 1", lowest_excluded=False)
+    checks.check_number("x", 1e-9, 0, 1, "more than 0", lowest_excluded=True)
+    with pytest.raises(InvalidParamsError, match="x=0: must be more than 0"):
+        checks.check_number("x", 0, 0, 1, "more than 0", lowest_excluded=True)
+
+
 def test_long_lists_are_counted():
     with pytest.raises(InvalidParamsError, match="x has 3 token ids; at most 2 are allowed"):
         checks.check_ids("x", [1, 2, 3], 2)

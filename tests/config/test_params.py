@@ -14,7 +14,7 @@ WRONG = {
     "n": [0, 1025, 1.0, True, "2"],
     "best_of": [0, 1025, 1.5, True],
     "temperature": [-0.1, math.nan, math.inf, "hot", True, 1e7, None],
-    "top_p": [-0.1, 1.1, math.nan, "x", True],
+    "top_p": [0, 1.1, math.nan, "x", True],
     "top_k": [-2, 1.5, math.nan, None],
     "min_p": [-0.1, 1.1, math.nan, False],
     "presence_penalty": [-2.1, 2.1, math.inf, "x"],
@@ -85,7 +85,7 @@ def test_an_error_has_the_value_and_what_is_allowed(name, value, message):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 1024), ("best_of", 1024), ("temperature", 0), ("temperature", 1e6), ("top_p", 0), ("top_p", 1),
+        ("n", 1024), ("best_of", 1024), ("temperature", 0), ("temperature", 1e6), ("top_p", 1e-9), ("top_p", 1),
         ("top_k", -1), ("top_k", 2**70), ("min_p", 0), ("min_p", 1), ("presence_penalty", -2),
         ("frequency_penalty", 2), ("repetition_penalty", 0.01), ("repetition_penalty", 100), ("seed", -(2**63)),
         ("max_tokens", None), ("max_tokens", 1), ("max_tokens", 2**40), ("min_tokens", 16),
@@ -107,7 +107,7 @@ def test_the_ends_of_every_range_are_in_it(name, value):
         ("n", 0, "1 to 1024"),
         ("best_of", 1025, "n=1 to 1024, or None for n"),
         ("temperature", -0.1, "0 for greedy, or a positive number up to 1e6"),
-        ("top_p", -0.1, "from 0 to 1"),
+        ("top_p", 0, "more than 0 and at most 1"),
         ("top_k", -2, "-1 or 0 for all tokens, or a count"),
         ("min_p", 1.1, "from 0 to 1"),
         ("repetition_penalty", 0, "from 0.01 to 100; 1 changes nothing"),

@@ -22,7 +22,7 @@ COMPLETION_CASES = [
     ({"max_tokens": 2**70}, None),
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": [1]}, "temperature"),
-    ({"top_p": -0.1}, "top_p"),
+    ({"top_p": 0}, "top_p"),
     ({"top_k": -5}, "top_k"),
     ({"n": 0}, "n"),
     ({"n": 10**9}, "n"),

@@ -22,10 +22,12 @@ def plain(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
-def check_number(name: str, value: Any, low: float, high: float, allowed: str) -> None:
+def check_number(
+    name: str, value: Any, low: float, high: float, allowed: str, *, lowest_excluded: bool = False
+) -> None:
     """Raise InvalidParamsError unless `value` is a finite number in the range; `allowed` says the range in words."""
     ok = isinstance(value, int | float) and not isinstance(value, bool)
-    if not ok or not low <= value <= high or value in (math.inf, -math.inf):
+    if not ok or not low <= value <= high or value in (math.inf, -math.inf) or (lowest_excluded and value == low):
         raise refuse(name, value, allowed)
 
 

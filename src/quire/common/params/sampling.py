@@ -40,7 +40,6 @@ _GREEDY_BELOW = 1e-5
 
 _NUMBERS = (
     ("temperature", 0.0, 1e6, "0 for greedy, or a positive number up to 1e6"),
-    ("top_p", 0.0, 1.0, "from 0 to 1"),
     ("min_p", 0.0, 1.0, "from 0 to 1"),
     ("presence_penalty", -2.0, 2.0, "from -2 to 2"),
     ("frequency_penalty", -2.0, 2.0, "from -2 to 2"),
@@ -138,6 +137,7 @@ class SamplingParams(Params, kw_only=True):
     def __post_init__(self) -> None:
         for name, low, high, allowed in _NUMBERS:
             check_number(name, getattr(self, name), low, high, allowed)
+        check_number("top_p", self.top_p, 0.0, 1.0, "more than 0 and at most 1", lowest_excluded=True)
         check_int("top_k", self.top_k, -1, None, "-1 or 0 for all tokens, or a count")
         if self.seed is not None:
             check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED, "a 64-bit integer")
