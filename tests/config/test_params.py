@@ -87,7 +87,7 @@ def test_an_error_has_the_value_and_what_is_allowed(name, value, message):
     [
         ("n", 1024), ("best_of", 1024), ("temperature", 0), ("temperature", 1e6), ("top_p", 1e-9), ("top_p", 1),
         ("top_k", -1), ("top_k", 2**70), ("min_p", 0), ("min_p", 1), ("presence_penalty", -2),
-        ("frequency_penalty", 2), ("repetition_penalty", 0.01), ("repetition_penalty", 100), ("seed", -(2**63)),
+        ("frequency_penalty", 2), ("repetition_penalty", 0.01), ("repetition_penalty", 100), ("seed", -(2**63) + 1),
         ("max_tokens", None), ("max_tokens", 1), ("max_tokens", 2**40), ("min_tokens", 16),
         ("stop", "x" * 16_384), ("stop", ()),
         ("stop", ["x"] * 1024), ("stop_token_ids", (0,)), ("logprobs", 0), ("logprobs", -1), ("prompt_logprobs", -1),

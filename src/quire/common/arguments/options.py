@@ -142,5 +142,5 @@ def check_types(args: Any) -> None:
             kind = "texts"
         if kind not in allowed and not (kind == "int" and "float" in allowed):
             raise ConfigError(f"{f.name}={value!r}: must be {' or '.join(allowed)}, not {kind}")
-        if kind == "int" and not -(2**63) <= value < 2**63:
+        if kind == "int" and abs(value) >= 2**63:
             raise ConfigError(f"{f.name}={value}: must be a 64-bit integer")

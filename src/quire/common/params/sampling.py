@@ -140,7 +140,7 @@ class SamplingParams(Params, kw_only=True):
         check_number("top_p", self.top_p, 0.0, 1.0, "more than 0 and at most 1", lowest_excluded=True)
         check_int("top_k", self.top_k, -1, None, "-1 or 0 for all tokens, or a count")
         if self.seed is not None:
-            check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED, "a 64-bit integer")
+            check_int("seed", self.seed, -MAX_SEED, MAX_SEED, "a 64-bit integer")
             if self.seed == -1:
                 self.seed = None
         for name in _FLAGS:
