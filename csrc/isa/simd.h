@@ -56,9 +56,7 @@
 //   ByteTable                              16 bytes, looked up for each byte of an i32
 //   multiply_pairs(a, b)                   a.lower * b.lower + a.upper * b.upper of two int16 in each int32 lane
 //   max, reduce_add, reduce_max            max(a, b) is b if either is NaN; reductions are fixed trees
-//   lane_bits, move_together               with QUIRE_MOVES_LANES: a bit for each lane of a mask; the lanes of a mask,
-//   in
-//                                          their order, from the first lane on
+//   lane_bits, move_together               with QUIRE_MOVES_LANES: a mask's bits; its lanes, moved to the beginning
 
 namespace quire::QUIRE_ISA {
 
