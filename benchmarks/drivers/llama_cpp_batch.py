@@ -32,10 +32,7 @@ def load() -> Mapping[str, Handler]:
     vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
     batch = lib.llama_batch_init(_BATCH_TOKENS, 0, 1)
 
-    sampler = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
-    for step in (lib.llama_sampler_init_top_p(TOP_P, 1), lib.llama_sampler_init_temp(TEMPERATURE)):
-        lib.llama_sampler_chain_add(sampler, step)
-    lib.llama_sampler_chain_add(sampler, lib.llama_sampler_init_dist(0))
+    sampler = _sampler(lib)
 
     def likeliest(i: int) -> int:
         return int(np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), (vocab_size,)).argmax())
@@ -76,6 +73,15 @@ def load() -> Mapping[str, Handler]:
         return {"elapsed_s": timed(lambda: run(prompts, output_len, drawn_token if sampled else likeliest))}
 
     return {"generate": generate}
+
+
+def _sampler(lib: Any) -> Any:
+    """Make what draws a token as other engines are asked to."""
+    sampler = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+    lib.llama_sampler_chain_add(sampler, lib.llama_sampler_init_top_p(TOP_P, 1))
+    lib.llama_sampler_chain_add(sampler, lib.llama_sampler_init_temp(TEMPERATURE))
+    lib.llama_sampler_chain_add(sampler, lib.llama_sampler_init_dist(0))
+    return sampler
 
 
 if __name__ == "__main__":
