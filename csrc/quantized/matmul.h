@@ -27,7 +27,7 @@ constexpr int64_t kMostQuantizedRows = 512;
 static void multiply_piece(const char* rows, int64_t num_rows, const PanelReader& reader, const QuantizedRow& layout,
                            bool is_unpacked, bool are_shared, WeightPiece& piece, const PanelOut& out, float* sums) {
   const bool is_plain = is_unpacked || reader.is_plain(), has_halves = !is_unpacked && reader.has_plain_halves();
-  const TileShape& shape = shape_of(layout);
+  const TileShape& shape = shape_of(layout, num_rows);
   const int64_t row_blocks = ceil_div(num_rows, shape.rows), ahead = piece.ahead;
   for (int64_t block = 0; block < row_blocks; ++block) {
     const int64_t row = block * num_rows / row_blocks, height = (block + 1) * num_rows / row_blocks - row;

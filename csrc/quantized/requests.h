@@ -37,7 +37,7 @@ static bool asks_in_line(const PanelReader& reader, int64_t rows) {
 // Whether each of several passes through a piece of a panel asks for its share of the next piece, which then comes
 // while all rows are multiplied.
 static bool shares_requests(const PanelReader& reader, const QuantizedRow& layout, int64_t rows) {
-  const TileShape& shape = shape_of(layout);
+  const TileShape& shape = shape_of(layout, rows);
   const int64_t blocks = ceil_div(rows, shape.rows);
   const bool is_one_pass = blocks == 1 && shape.width(int(rows)) == kVectorsPerPanel;
   if (asks_in_line(reader, rows)) return !is_one_pass;

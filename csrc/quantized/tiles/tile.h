@@ -23,6 +23,14 @@ constexpr TileShape kByteShape = {kTileRows, kTileShape.vectors, kPanelVectors};
 constexpr TileShape kGroupedShape = {kTileRows < 8 ? kTileRows : 8, kTileShape.vectors, kPanelVectors};
 #endif
 
+// Tiles of groups of several blocks, of more rows than kGroupedShape: six rows are multiplied at once, not four twice,
+// which takes less time where sums are scaled seldom.
+#if defined(__AVX512VNNI__)
+constexpr TileShape kLongShape = {6, kGroupedShape.vectors, kPanelVectors};
+#else
+constexpr TileShape kLongShape = kGroupedShape;
+#endif
+
 // Whether small groups are unpacked in registers.
 #if defined(__AVX512VNNI__) || defined(QUIRE_SIMD_AVX2) || defined(QUIRE_ARM)
 constexpr bool kUnpacksInRegisters = true;
@@ -77,8 +85,9 @@ struct QuantizedRow {
   }
 };
 
-QUIRE_INLINE const TileShape& shape_of(const QuantizedRow& layout) {
-  return layout.is_whole ? kByteShape : kGroupedShape;
+QUIRE_INLINE const TileShape& shape_of(const QuantizedRow& layout, int64_t rows) {
+  if (layout.is_whole) return kByteShape;
+  return layout.blocks > 1 && rows > kGroupedShape.rows ? kLongShape : kGroupedShape;
 }
 
 // A piece of a panel: of `groups` groups the units [group / 4][32], scales and mins [groups][32].
