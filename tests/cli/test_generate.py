@@ -53,6 +53,13 @@ def test_several_prompts_are_shown_with_their_answers(run: Run, loaded: dict[str
     ]
 
 
+@pytest.mark.parametrize("arguments", [("-n", "2"), ("--logprobs", "1"), ("--prompt-logprobs", "0")])
+def test_what_only_json_shows_is_refused_without_it(run: Run, arguments: tuple[str, str]) -> None:
+    status, out, err = run("generate", "--prompt", "x", *arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("quire: -n, --logprobs and --prompt-logprobs have no effect without --json: add it")
+
+
 @pytest.mark.parametrize("num_prompts", [1, 2])
 def test_no_output_is_a_command_to_the_terminal(run: Run, monkeypatch: pytest.MonkeyPatch, num_prompts: int) -> None:
     monkeypatch.setattr("tests.scripted_engine.recital", lambda prompt_len: "a\x1b[2J\x07\tb")
@@ -144,7 +151,10 @@ def test_wrong_prompt_files_are_named(run: Run, tmp_path: Path, name: str, text:
         (["--min-p", "0.1", "--min-tokens", "2"], {"min_p": 0.1, "min_tokens": 2}),
         (["--presence-penalty", "1", "--frequency-penalty", "-1"], {"presence_penalty": 1, "frequency_penalty": -1}),
         (["--repetition-penalty", "1.5", "--bad-words", "a b"], {"repetition_penalty": 1.5, "bad_words": ["a b"]}),
-        (["-n", "2", "--logprobs", "3", "--prompt-logprobs", "0"], {"n": 2, "logprobs": 3, "prompt_logprobs": 0}),
+        (
+            ["-n", "2", "--logprobs", "3", "--prompt-logprobs", "0", "--json"],
+            {"n": 2, "logprobs": 3, "prompt_logprobs": 0},
+        ),
         (["--best-of", "3", "--temperature", "1"], {"best_of": 3, "n": 1}),
         (["--truncate-prompt-tokens", "-1"], {"truncate_prompt_tokens": -1}),
     ],

@@ -313,10 +313,16 @@ def test_fingerprints_tell_weights_and_configs_apart(llama: Path) -> None:
         ({"nnodes": 0}, "nnodes=0, node_rank=0: must be 1 or more"),
         (
             {"nnodes": 2},
-            "nnodes=2: each machine has one stage, so pipeline_parallel_size=1 must be 2, or it must be 1 a",
+            "nnodes=2 needs pipeline_parallel_size=2, or 1 and a tensor_parallel_size that is a multiple of 2; given",
         ),
-        ({"nnodes": 2, "tensor_parallel_size": 3}, "and tensor_parallel_size=3 a multiple of 2"),
-        ({"nnodes": 2, "pipeline_parallel_size": 4, "tensor_parallel_size": 2}, "pipeline_parallel_size=4 must be 2"),
+        (
+            {"nnodes": 2, "tensor_parallel_size": 3},
+            "a multiple of 2; given: pipeline_parallel_size=1 and tensor_parallel_size=3",
+        ),
+        (
+            {"nnodes": 2, "pipeline_parallel_size": 4, "tensor_parallel_size": 2},
+            "given: pipeline_parallel_size=4 and",
+        ),
         ({"nnodes": 2, "node_rank": 2}, "nnodes=2, node_rank=2: must be 1 or more, and 0 to nnodes - 1"),
         ({"nnodes": 2, "node_rank": -1}, "nnodes=2, node_rank=-1: must be 1 or more, and 0 to nnodes - 1"),
         ({"nnodes": 2, "pipeline_parallel_size": 2}, "master_addr=None must be HOST:PORT of machine 0"),

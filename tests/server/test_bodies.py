@@ -99,8 +99,8 @@ def test_unknown_fields_are_named_by_their_place(raw, unknown):
             "color: expected a string, an object or null, got a boolean",
             "color",
         ),
-        (b"{}", "name: object missing required field name", "name"),
-        (b'{"name": "a", "part": {}}', "part.kind: object missing required field kind", "part.kind"),
+        (b"{}", "name: this field is required", "name"),
+        (b'{"name": "a", "part": {}}', "part.kind: this field is required", "part.kind"),
         (b"[]", "invalid body: expected an object, got an array", None),
         (b'{"name": "a", "color": "blue"}', "color: invalid enum value 'blue' (allowed: green, red)", "color"),
         (

@@ -119,6 +119,8 @@ def test_what_is_printed_can_be_read_back_and_holds_no_key(tmp_path):
         ({"log_prompts": True, "log_requests": False}, "log_prompts"),
         ({"host": "0.0.0.0"}, "no API key is configured"),
         ({"host": "example.org"}, "no API key is configured"),
+        ({"lora_dir": "/adapters"}, "lora_dir='/adapters' requires enable_lora"),
+        ({"lora_dir": "/adapters", "models": {"a": "b"}}, "lora_dir='/adapters' requires enable_lora"),
         ({"guard_metrics": True}, "guard_metrics requires API keys"),
         ({"guard_health": True}, "guard_health requires API keys"),
         ({"allow_credentials": True}, "allow_credentials requires allowed_origins"),

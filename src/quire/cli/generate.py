@@ -28,7 +28,7 @@ from quire.cli.arguments.options import (
     sampling_params,
 )
 from quire.cli.terminal.text import without_controls
-from quire.common.errors import InvalidPromptError
+from quire.common.errors import InvalidParamsError, InvalidPromptError
 
 if TYPE_CHECKING:
     from quire.common.outputs import CompletionOutput, Logprob, RequestOutput
@@ -60,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Read the prompts, load the model and print the outputs; the exit status is 1 if some prompts were rejected."""
     given = sampling_options(options)
+    if not options.json and (given.get("n", 1) > 1 or given.keys() & {"logprobs", "prompt_logprobs"}):
+        raise InvalidParamsError("-n, --logprobs and --prompt-logprobs have no effect without --json: add it")
     items = list(_read_prompts(options))
     if not items:
         raise InvalidPromptError("no prompt was given: use --prompt, --prompts-file or standard input")

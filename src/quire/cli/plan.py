@@ -29,15 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     fleet = parser.add_argument_group("fleet")
     fleet.add_argument("--fleet", type=Path, metavar="TRACE", help="find the smallest fleet for this JSONL file")
-    fleet.add_argument("--slo", metavar="LIMITS", help="times to keep, for example ttft=1s,itl=80ms")
+    fleet.add_argument("--slo", metavar="LIMITS", help="limits of latency, for example ttft=1s,itl=80ms")
     fleet.add_argument(
-        "--percentile", type=int, default=95, metavar="P", help="of requests, that keep each (default: 95)"
+        "--percentile", type=int, default=95, metavar="P", help="percent of requests within each limit (default: 95)"
     )
     fleet.add_argument("--costs", type=Path, metavar="FILE", help="rows of `quire bench steps` on such an engine")
     fleet.add_argument("--max-engines", type=int, default=64, metavar="N", help="largest fleet to try (default: 64)")
-    fleet.add_argument(
-        "--degrees", default="1", metavar="T,...", help="degrees of tensor parallelism to try (default: 1)"
-    )
+    fleet.add_argument("--degrees", default="1", metavar="T,...", help="tensor parallel degrees to try (default: 1)")
     fleet.add_argument(
         "--parallel-efficiency", type=float, metavar="E", help="steps of degree T take 1 / (T * E) of those of degree 1"
     )
@@ -52,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
     show_messages()
     if options.fleet is None and (options.slo is not None or options.costs is not None or options.plot is not None):
-        raise ConfigError("--slo, --costs and --plot are of a fleet: give --fleet TRACE as well")
+        raise ConfigError("--slo, --costs and --plot have no effect without --fleet: give --fleet TRACE as well")
     if options.fleet is not None:
         return _plan_fleet(options)
     args = EngineArgs(**engine_kwargs(options))

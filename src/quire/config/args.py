@@ -161,7 +161,7 @@ class EngineArgs(metaclass=_NamesChecked):
     tenant_weights: Mapping[str, float] | None = arg(
         None, "policy fair: shares of tenants, as in a=2,b=0.5; 1 for a tenant not listed"
     )
-    prefix_max_delay_s: float = arg(2.0, "policy prefix: largest delay of a request by later ones, in seconds")
+    prefix_max_delay_s: float = arg(2.0, "policy prefix: seconds for which later requests may overtake a request")
     data_parallel_size: int = arg(
         1, "engines, each in a process of its own with its share of CPUs and memory, among which requests are spread"
     )
@@ -177,14 +177,14 @@ class EngineArgs(metaclass=_NamesChecked):
     pipeline_parallel_size: int = arg(1, "stages of layers, each in tensor_parallel_size processes of its own")
     enable_expert_parallel: bool = arg(False, "with tensor_parallel_size: whole experts in each process")
     nnodes: int = arg(1, "machines that compute each step together, each with a stage or a part of the ranks")
-    node_rank: int = arg(0, "number of this machine; 0 serves, and awaits the others at master_addr")
-    master_addr: str | None = arg(None, "HOST:PORT at which machine 0 awaits the others; all machines get the same")
+    node_rank: int = arg(0, "number of this machine; machine 0 serves, and the others connect to it")
+    master_addr: str | None = arg(None, "HOST:PORT at which machine 0 waits for the others; the same on all machines")
     master_secret_file: str | None = arg(
-        None, "file of the secret that machines prove to each other to have; none: QUIRE_MASTER_SECRET"
+        None, "file with the secret that each machine must prove to have; none: QUIRE_MASTER_SECRET"
     )
-    num_threads: int | None = arg(None, "threads of the kernels, in each process; none: all CPUs of the set and quota")
+    num_threads: int | None = arg(None, "threads of the kernels, in each process; none: one for each CPU it may use")
     cpu_list: str | None = arg(
-        None, "CPUs, as in 0,2-3, each with one thread pinned to it; any: no pinning; none: only of ranks and stages"
+        None, "CPUs, as in 0,2-3, each with one thread pinned to it; any: no pinning; none: pin only ranks and stages"
     )
     hf_overrides: Mapping[str, Any] | None = arg(None, "values that replace those of config.json, as a JSON object")
     override_generation_config: Mapping[str, Any] | None = arg(

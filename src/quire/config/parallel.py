@@ -150,8 +150,8 @@ class NodesConfig:
         divides_ranks = num_stages == 1 and num_ranks > 1 and num_ranks % nnodes == 0
         if num_stages != nnodes and not divides_ranks:
             raise ConfigError(
-                f"nnodes={nnodes}: each machine has one stage, so pipeline_parallel_size={num_stages} must be "
-                f"{nnodes}, or it must be 1 and tensor_parallel_size={num_ranks} a multiple of {nnodes}"
+                f"nnodes={nnodes} needs pipeline_parallel_size={nnodes}, or 1 and a tensor_parallel_size that is a "
+                f"multiple of {nnodes}; given: pipeline_parallel_size={num_stages} and tensor_parallel_size={num_ranks}"
             )
         given = master_addr or ""
         if ":" not in given or given.endswith("]"):  # which ends an IPv6 address

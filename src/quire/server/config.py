@@ -258,18 +258,18 @@ def merge_args(
     known, others = server_names + engine_names, vllm_arguments("server").keys() | vllm_arguments("engine").keys()
     for name in given:
         if name not in known and name not in others:
-            suggestion = nearest_name(name, known)
-            raise ConfigError(f"unknown argument {name!r}{suggestion}; docs/configuration.md lists all arguments")
+            raise ConfigError(f"unknown argument {name!r}{nearest_name(name, known)}; docs/configuration.md lists all")
     of_server = {name: given.pop(name) for name in list(given) if name in (*server_names, *vllm_arguments("server"))}
     of_server = translate("server", of_server, server_names, ConfigError)
     args = ServerArgs(**{name: _tuple(value) for name, value in read_texts(ServerArgs, of_server).items()})
     if listed is not None:
-        return args, _with_distinct_names(_several(listed, given, args))
-    engine = EngineArgs(**given)
-    check_types(engine)
-    return args, _with_distinct_names(
-        (ModelSpec(args.served_model_name or (ModelSpec((), engine).checkpoint,), engine),)
-    )
+        specs = _several(listed, given, args)
+    else:
+        check_types(engine := EngineArgs(**given))
+        specs = (ModelSpec(args.served_model_name or (ModelSpec((), engine).checkpoint,), engine),)
+    if args.lora_dir is not None and not any(spec.engine.enable_lora for spec in specs):
+        raise ConfigError(f"lora_dir={args.lora_dir!r} requires enable_lora: adapters are used by models that have it")
+    return args, _with_distinct_names(specs)
 
 
 def _with_distinct_names(specs: tuple[ModelSpec, ...]) -> tuple[ModelSpec, ...]:

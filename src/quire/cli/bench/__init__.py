@@ -27,8 +27,8 @@ _PROMPTS = {
     "num_prompts": (8, "number of prompts"),
     "input_len": (128, "tokens in each prompt"),
     "output_len": (64, "tokens to generate for each prompt"),
-    "temperature": (0.0, "of the draws; 0: the likeliest token"),
-    "top_p": (1.0, "of the draws: the likeliest tokens with this share of the probability"),
+    "temperature": (0.0, "temperature of sampling; 0: take the likeliest token"),
+    "top_p": (1.0, "sample among the likeliest tokens whose probabilities add up to N"),
 }
 _MACHINE = {"threads": (0, "kernel threads; 0: what the CPU set allows"), "seconds": (2.0, "seconds for each row")}
 _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
@@ -50,7 +50,7 @@ _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
         "num_seqs": ((1, 8, 32), "sequences"),
         "block_size": ((16,), "tokens in a block"),
     },
-    "scheduler": {"num_seqs": ((1, 16, 64, 256), "running"), "waiting": ((0, 100, 10_000, 100_000), "requests")},
+    "scheduler": {"num_seqs": ((1, 16, 64, 256), "running sequences"), "waiting": ((0, 100, 10**4, 10**5), "requests")},
 }
 
 

@@ -175,7 +175,7 @@ def _wrong_field(message: str, kind: type) -> ApiError:
     found = _PLACE.fullmatch(message)
     what, where = (found["what"], found["where"]) if found else (message, "")
     if missing := _MISSING.search(what):
-        where = f"{where}.{missing.group(1)}".removeprefix(".")
+        where, what = f"{where}.{missing.group(1)}".removeprefix("."), "this field is required"
     if types := _TYPES.fullmatch(what):
         what = f"expected {_in_words(types[1])}, got {_in_words(types[2])}"
     what = what.replace("`", "")
