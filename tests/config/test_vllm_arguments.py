@@ -96,6 +96,9 @@ def test_what_is_said_of_arguments_before_logging_is_configured_is_said_then(con
         ({"data_parallel_rank": 2}, "data_parallel_rank='2' is not supported: engines, ranks and stages are arranged"),
         ({"spec_method": "ngram"}, "speculative_config says how tokens are drafted"),
         ({"device": "cuda"}, "Quire runs on CPUs"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling=.* is not supported: give it in hf_overrides"),
+        ({"rope_theta": 1e6}, "rope_theta=.* is not supported: give it in hf_overrides"),
+        ({"numa_bind": True}, "numa_bind='?True'? is not supported: use numactl, or cpu_list"),
         ({"max_num_seq": 4}, "unknown argument 'max_num_seq', did you mean 'max_num_seqs'"),
     ],
 )
@@ -121,12 +124,14 @@ def test_paths_and_torch_dtypes_are_taken():
 
 def test_a_servers_arguments():
     flags = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "disable_log_stats": True, "port": 1}
-    flags |= {"fingerprint_mode": "none"}
+    flags |= {"fingerprint_mode": "none", "enable_tokenizer_info_endpoint": True}
     server, (spec,) = merge_args(None, flags | {"max_num_seqs": 2})
     assert server == ServerArgs(tool_parser="hermes", port=1)
     assert spec.engine == EngineArgs(max_num_seqs=2)
-    with pytest.raises(ConfigError, match=r"middleware=.* a reverse proxy does this"):
+    with pytest.raises(ConfigError, match=r"middleware=.* a reverse proxy does this: docs/how-to/reverse-proxy.md"):
         merge_args(None, {"middleware": ["a.b"]})
+    with pytest.raises(ConfigError, match=r"enable_ssl_refresh=.* files of certificates are read again after SIGHUP"):
+        merge_args(None, {"enable_ssl_refresh": True})
     with pytest.raises(ConfigError, match="fingerprint_mode='full' is not supported"):
         merge_args(None, {"fingerprint_mode": "full"})
 
