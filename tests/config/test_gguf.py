@@ -162,6 +162,7 @@ def test_a_large_vocabulary_takes_little_time(path: Path) -> None:
         (gguf_bytes(tensors=[Stored("a", (12,))])[:-20], "promises 112 bytes, the file has 76"),
         (gguf_bytes(tensors=[Stored("a")]) + b"x", "1 bytes after the last tensor"),
         (gguf_bytes({"a": 1}, [Stored("b")])[:50], "truncated"),
+        (gguf_bytes({"a": 1})[:-8] + struct.pack("<IIQ", ARRAY, U32, 9), "9 items of 'a', but at most 0 .* truncated"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

@@ -136,7 +136,7 @@ def test_saving_takes_a_new_folder_and_weights_that_are_not_quantized(saved: Pat
     assert main(["quantize", "quire-draft", str(saved)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert main(["quantize", str(saved), str(saved.parent / "again")]) == 2
-    assert "quantized already" in capsys.readouterr().err
+    assert "is quantized already: use it as it is, or quantize its original anew" in capsys.readouterr().err
     assert main(["quantize", "quire-draft", str(saved / "config.json" / "below")]) == 2
     assert "config.json/below' cannot be made: Not a directory" in capsys.readouterr().err
     assert sorted(saved.parent.iterdir()) == before

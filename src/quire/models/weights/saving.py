@@ -61,10 +61,10 @@ def save_quantized(config: ModelConfig, folder: Path, write_tokenizer: Callable[
     it is complete. If the tokenizer is in a GGUF file, `write_tokenizer` gets the folder before, and writes its files.
     Raises ConfigError if the folder is there already or there is nothing to quantize.
     """
-    if config.quantization not in QUANTIZATIONS or config.quant_method == QUANT_METHOD:
-        raise ConfigError(
-            f"{config.model}: " + ("quantized already" if config.quant_method == QUANT_METHOD else "quantize to what?")
-        )
+    if config.quant_method == QUANT_METHOD:
+        raise ConfigError(f"{config.model} is quantized already: use it as it is, or quantize its original anew")
+    if config.quantization not in QUANTIZATIONS:
+        raise ConfigError(f"quantization={config.quantization!r}: must be one of {', '.join(QUANTIZATIONS)}")
     if folder.exists():
         raise ConfigError(f"{folder} exists already: name a new folder")
     if kernels.isa() == "reference":

@@ -135,11 +135,8 @@ class _Reader:
     def count(self, what: str, limit: int, least_bytes: int) -> int:
         """The next count, of things of at least `least_bytes` bytes each."""
         value: int = self.scalar(_U64, f"the number of {what}")
-        if value > min(limit, (len(self.data) - self.position) // least_bytes):
-            raise self.wrong(
-                f"its header promises {value} {what}; the file has {len(self.data)} bytes, and at most {limit} {what} "
-                "are allowed"
-            )
+        if value > (most := min(limit, (len(self.data) - self.position) // least_bytes)):
+            raise self.wrong(f"its header promises {value} {what}, but at most {most} can follow: truncated or damaged")
         return value
 
     def string(self, what: str, limit: int) -> str:
