@@ -158,6 +158,15 @@ def test_without_a_key_the_answer_is_401(headers):
     assert "this server requires an API key: send `Authorization: Bearer KEY`" in raised.value.message
 
 
+@pytest.mark.parametrize("key", [b"", b"wrong"])
+def test_the_answer_says_whether_a_key_was_sent(key):
+    keys = ApiKeys.load(ServerArgs(api_key=("sk-a",)), {})
+    for guarded in (Authentication(app, keys), Administration(app, keys)):
+        with pytest.raises(ApiError) as raised:
+            call(guarded, (b"authorization", b"Bearer " + key))
+        assert raised.value.message.endswith("; the key that was sent is not valid" if key else "`x-api-key: KEY`")
+
+
 def test_the_first_of_two_valid_keys_names_the_tenant():
     keys = ApiKeys.load(ServerArgs(api_key=("sk-a", "sk-b")), {})
     context = call(Authentication(app, keys), (b"x-api-key", b"sk-b"), (b"authorization", b"Bearer sk-a"))

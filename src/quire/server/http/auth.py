@@ -154,9 +154,11 @@ class Administration:
 
 
 def _note_tenant(scope: Scope, keys: ApiKeys, requirement: str, code: str) -> None:
-    names = [name for key in _given_keys(scope) if (name := keys.name_of(key)) is not None]
+    given = [key for key in _given_keys(scope) if key]
+    names = [name for key in given if (name := keys.name_of(key)) is not None]
     if not names:
-        message = f"{requirement}: send `Authorization: Bearer KEY` or `x-api-key: KEY`"
+        sent = "; the key that was sent is not valid" if given else ""
+        message = f"{requirement}: send `Authorization: Bearer KEY` or `x-api-key: KEY`{sent}"
         raise ApiError(401, message, code=code, headers={"www-authenticate": "Bearer"})
     context_of(scope).tenant = names[0]
 
