@@ -101,6 +101,7 @@ def test_a_plan_says_which_arguments_have_no_effect(run: Run, caplog: pytest.Log
         (("--seed", str(2**63)), "seed=9223372036854775808: must be a 64-bit integer"),
         (("--max-num-batched-tokens", str(2**40)), "max_num_batched_tokens=1099511627776: must be"),
         (("--hf-overrides", "[" * 100_000), "is not JSON"),
+        (("--speculative-config", "ngram"), """'ngram' is not JSON, as in '{"name": "value"}': Expecting value"""),
         (("--hf-overrides" + ".a" * 5000, "x"), ".a.a.a: 5,000 fields within one another; at most 16"),
         (("--hf-overrides.vocab_size", "[" * 100_000), "'vocab_size' is '[[[["),
         (("--device", "[" * 100_000), "device='[[["),

@@ -90,7 +90,8 @@ def json_object(value: str) -> dict[str, Any]:
     try:
         parsed = json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"{value[:200]!r} is not JSON: {error}") from error
+        text = f"""{value[:200]!r} is not JSON, as in '{{"name": "value"}}': {error}"""
+        raise argparse.ArgumentTypeError(text) from error
     if not isinstance(parsed, dict):
         raise argparse.ArgumentTypeError(f"{value!r} is not a JSON object")
     return parsed
