@@ -17,7 +17,7 @@ from quire.server.models.spec import ModelSpec
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    text = "a folder, a hub id, or NAME=either to serve it under that name; several are loaded when they are used"
+    text = "folder, GGUF file, hub id, or NAME= before it to serve it as NAME; several are loaded when they are used"
     parser.add_argument("models", nargs="*", metavar="MODEL", help=text)
     text = "another model, as above; may be repeated. `serve A --also B` is `serve A B`"
     parser.add_argument("--also", action="append", default=[], metavar="MODEL", help=text)
