@@ -2,11 +2,12 @@
 
     python -m tools.migration_tables [--check]
 
-The tables come from Quire's own classes and from src/quire/common/arguments/vllm_arguments.toml. With --check nothing
-is written, and the exit status is 1 if the page differs.
+The tables come from Quire's own classes, from src/quire/common/arguments/vllm_arguments.toml, and from vLLM's names in
+tests/data/vllm_arguments.json. With --check nothing is written, and the exit status is 1 if the page differs.
 """
 
 import dataclasses
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,25 +18,39 @@ from quire.config.args import EngineArgs
 from quire.server.config import ServerArgs
 from tools.written_tables import write_or_check
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "migrating.md"
-SECTIONS: tuple[tuple[str, Kind, tuple[str, ...]], ...] = (
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "migrating.md"
+SECTIONS: tuple[tuple[str, Kind, tuple[str, ...], tuple[str, ...]], ...] = (  # the third: vLLM's classes
     (
         "Engine: `LLM(...)`, `EngineArgs`, `quire serve`",
         "engine",
+        ("EngineArgs", "FrontendArgs"),
         tuple(f.name for f in dataclasses.fields(EngineArgs)),
     ),
-    ("Server: `quire serve`", "server", tuple(f.name for f in dataclasses.fields(ServerArgs))),
-    ("`SamplingParams`", "sampling", SamplingParams.__struct_fields__),
-    ("`StructuredOutputsParams`", "structured", StructuredOutputsParams.__struct_fields__),
-    ("`BeamSearchParams`", "beam", BeamSearchParams.__struct_fields__),
-    ("`PoolingParams`", "pooling", PoolingParams.__struct_fields__),
+    (
+        "Server: `quire serve`",
+        "server",
+        ("EngineArgs", "FrontendArgs"),
+        tuple(f.name for f in dataclasses.fields(ServerArgs)),
+    ),
+    ("`SamplingParams`", "sampling", ("SamplingParams",), SamplingParams.__struct_fields__),
+    (
+        "`StructuredOutputsParams`",
+        "structured",
+        ("StructuredOutputsParams",),
+        StructuredOutputsParams.__struct_fields__,
+    ),
+    ("`BeamSearchParams`", "beam", ("BeamSearchParams",), BeamSearchParams.__struct_fields__),
+    ("`PoolingParams`", "pooling", ("PoolingParams",), PoolingParams.__struct_fields__),
 )
 
 
 def tables() -> Iterator[str]:
     """The lines of all tables."""
-    for title, kind, own in SECTIONS:
-        rows = dict.fromkeys(own, "the same name, or Quire's own")
+    vllm = json.loads((ROOT / "tests" / "data" / "vllm_arguments.json").read_text(encoding="utf-8"))
+    for title, kind, classes, own in SECTIONS:
+        known = {name for one in classes for name in vllm[one]}
+        rows = {name: "the same" if name in known else "not in vLLM 0.32" for name in own}
         for name, argument in vllm_arguments(kind).items():
             rows[name] = {
                 "renamed": f"renamed: `{argument.to}`",
