@@ -90,7 +90,8 @@ def test_a_cache_that_cannot_hold_one_token_in_every_group_is_refused(amount: di
     with pytest.raises(OutOfMemoryError) as caught:
         kv_cache_config(specs, 4, **amount)
     needed = f"2 block(s) of 4 tokens take {2 * 4 * TOKEN_BYTES / 1024:.2f} KiB"
-    assert str(caught.value).startswith(f"{have} too little for the KV cache: {needed}. ")
+    advice = "Raise what limits it (kv_cache_memory, num_gpu_blocks_override, memory_limit, gpu_memory_utilization)"
+    assert str(caught.value) == f"{have} too little for the KV cache: {needed}. {advice}, or lower block_size"
 
 
 def test_layers_that_keep_nothing_need_no_memory() -> None:

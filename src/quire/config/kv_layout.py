@@ -86,6 +86,7 @@ def kv_cache_config(
         have = f"{num_blocks} blocks are" if num_bytes is None else f"{format_bytes(max(0, num_bytes))} is"
         raise OutOfMemoryError(
             f"{have} too little for the KV cache: {num_needed} block(s) of {block_size} tokens take "
-            f"{format_bytes(block_bytes * num_needed)}. Give kv_cache_memory, a smaller block_size, or more memory"
+            f"{format_bytes(block_bytes * num_needed)}. Raise what limits it (kv_cache_memory, "
+            "num_gpu_blocks_override, memory_limit, gpu_memory_utilization), or lower block_size"
         )
     return dataclasses.replace(config, num_host_blocks=host_bytes // block_bytes if block_bytes else 0)
