@@ -30,9 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fleet = parser.add_argument_group("fleet")
     fleet.add_argument("--fleet", type=Path, metavar="TRACE", help="find the smallest fleet for this JSONL file")
     fleet.add_argument("--slo", metavar="LIMITS", help="limits of latency, for example ttft=1s,itl=80ms")
-    fleet.add_argument(
-        "--percentile", type=int, default=95, metavar="P", help="percent of requests within each limit (default: 95)"
-    )
+    fleet.add_argument("--percentile", type=int, default=95, metavar="P", help="percentile within limits (default: 95)")
     fleet.add_argument("--costs", type=Path, metavar="FILE", help="rows of `quire bench steps` on such an engine")
     fleet.add_argument("--max-engines", type=int, default=64, metavar="N", help="largest fleet to try (default: 64)")
     fleet.add_argument("--degrees", default="1", metavar="T,...", help="tensor parallel degrees to try (default: 1)")
