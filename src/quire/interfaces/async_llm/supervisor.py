@@ -189,8 +189,7 @@ class Supervisor:
             except Exception as error:  # whatever it is, the only remedy is another attempt
                 num_failed += 1
                 logger.error("the engine%s could not be started (attempt %d): %s", self._of, num_failed, error)
-                cause = f"{cause}, and the latest start failed ({error})"[:500]
-                death = self._note_death(cause)
+                death = self._note_death(f"{cause}, and the latest start failed ({error})"[:500])
                 if num_failed >= MAX_FAILED_STARTS:
                     self._end_restart()
                 if num_failed == MAX_FAILED_STARTS:
