@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import uvloop
 
 from quire.engine.process.messages import Abort, Heartbeat, Ready, Start, ToClient, to_frame
 from quire.interfaces.async_llm.engine_client import EngineClient
@@ -103,6 +104,26 @@ def test_a_server_that_receives_nonsense_abandons_its_engine(name: str):
         assert taken == []
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_what_is_sent_to_an_engine_that_has_ended_is_dropped(run, caplog: pytest.LogCaptureFixture):
+    """Before its end is noticed, requests and aborts may still be sent."""
+
+    async def main() -> None:
+        ours, its = socket.socketpair()
+        process = subprocess.Popen(["true"])
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        client = EngineClient(ProcessLink(process, reader, writer), None)
+        its.close()
+        for _ in range(3):
+            client.send(Abort(["a"]))
+            await client.drain()
+            await asyncio.sleep(0)
+        assert await client.end() == "its process ended with status 0"
+
+    run(main())
+    assert not caplog.records
 
 
 def test_no_other_process_can_talk_to_the_engine(guarded: Target):

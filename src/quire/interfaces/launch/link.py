@@ -90,8 +90,9 @@ class ProcessLink:
         return self._process.pid
 
     def write(self, data: bytes) -> None:
-        """Queue bytes to be sent."""
-        self._writer.write(data)
+        """Queue bytes to be sent. They are dropped if the connection has ended, where uvloop would raise an error."""
+        if not self._writer.is_closing():
+            self._writer.write(data)
 
     async def drain(self) -> None:
         """Wait until little is left to send, or the connection has ended."""
