@@ -135,7 +135,7 @@ class EngineArgs(metaclass=_NamesChecked):
     )
     block_size: int = arg(16, "token slots per KV cache block")
     kv_cache_memory: int | str | None = arg(
-        None, 'KV cache size in bytes, or text such as "64MiB"; none: the memory left, at most 4 GiB'
+        None, 'KV cache size in bytes, or text such as "64MiB"; none: the memory left but 64 MiB, at most 4 GiB'
     )
     kv_cache_dtype: str = arg(
         "auto", "auto (the model's dtype), or int8: about half of bfloat16's memory, nearly as exact"

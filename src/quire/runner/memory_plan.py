@@ -29,6 +29,8 @@ from quire.text.tokenizer.same_tokens import check_same_tokens
 
 DEFAULT_KV_CACHE_LIMIT = 4 * 1024**3
 """taken at most when the user names no size: memory people expect to have left for other programs"""
+_GROWTH_BYTES = 64 * 1024**2
+"""kept free for what grows beside the plan under load, such as the processes that try grammars (47 MiB measured)"""
 _CACHE_SHARE_BESIDE_FILES = 0.25
 """of the memory that is left, taken at most if weights stay in the file, of which the rest keeps as many as it can"""
 
@@ -333,8 +335,8 @@ def _activation_bytes(model: type[Model], config: EngineConfig, stages: Sequence
 def _kv_cache(
     model: type[Model], config: EngineConfig, machine: MachineMemory, others: int, share: float, least_tokens: int
 ) -> KVCacheConfig:
-    """The cache beside what takes `others`. If no size is named, it gets a share of what is left, or more where it
-    needs that for `least_tokens`."""
+    """The cache beside what takes `others`. If no size is named, it gets a share of what is left (without memory_limit,
+    of all but _GROWTH_BYTES, or of a quarter if that is more), or more where it needs that for `least_tokens`."""
     cache, specs = config.cache, _kv_cache_specs(model, config)
     what = "weights and activations" if config.lora is None else "weights, adapters and activations"
     where = "this machine's" if cache.memory_limit_bytes is None else "the memory_limit of"
@@ -355,7 +357,8 @@ def _kv_cache(
         if wanted is None:
             sequence = _bytes_of_sequences(model, config, 1, least_tokens)
             useful = _bytes_of_sequences(model, config, config.scheduler.max_num_seqs, config.model.max_model_len)
-            wanted = min(left, max(int(left * share), sequence), DEFAULT_KV_CACHE_LIMIT, useful)
+            most = left if cache.memory_limit_bytes is not None else max(left - _GROWTH_BYTES, left // 4)
+            wanted = min(left, max(int(most * share), sequence), DEFAULT_KV_CACHE_LIMIT, useful)
         result = kv_cache_config(specs, cache.block_size, num_bytes=wanted, **layout)
     if result.total_bytes + cache.swap_bytes + others > machine.limit_bytes:
         raise OutOfMemoryError(
