@@ -234,3 +234,11 @@ def test_a_limit_is_never_more_than_the_machine_has():
     assert machine.limited(70) == MachineMemory(70, 50)
     assert machine.limited(20) == MachineMemory(20, 20)
     assert machine.limited(200) == machine
+
+
+def test_plans_of_several_engines_leave_room_for_their_processes():
+    machine = MachineMemory(4096 * MIB, 3000 * MIB)
+    assert machine.for_plans(0.9, num_new=2) == 2488 * MIB
+    assert machine.for_plans(0.5, num_new=2) == 2048 * MIB
+    assert machine.for_plans(0.9, num_new=1, used_bytes=500 * MIB) == 3244 * MIB
+    assert machine.for_plans(0.9, num_new=11) == 750 * MIB

@@ -15,9 +15,10 @@ from quire.engine.routing.replicas import check_one_engine, replica_args
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Eight CPUs without known neighbours, 1,000 bytes, no quota."""
+    """Eight CPUs without known neighbours, 1,000 bytes, no quota, and processes that need no memory by themselves."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.setattr(replicas, "machine_memory", lambda: MachineMemory(1000, 800))
+    monkeypatch.setattr(machine_config, "ENGINE_BYTES", 0)
     monkeypatch.setattr(replicas, "cpu_quota", lambda: None)
     monkeypatch.setattr(machine_config, "_CPUS", tmp_path)
     return tmp_path
@@ -42,6 +43,11 @@ def test_cpus_and_memory_are_divided() -> None:
     assert parts(data_parallel_size=2, cpu_list="7,3-5", gpu_memory_utilization=0.5) == [
         ("3,4", None, 250), ("5,7", None, 250),
     ]  # fmt: skip
+
+
+def test_the_memory_of_processes_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_config, "ENGINE_BYTES", 100)
+    assert [limit for _, _, limit in parts(data_parallel_size=2)] == [300, 300]
 
 
 def test_below_a_quota_threads_are_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ _PIECE_BYTES = 1024 * 1024
 _MEASURED_S, _MAX_PIECES = 0.1, 64
 _ASSUMED_BYTES_PER_S = 1e9
 """A solid-state disk's, or a fast network's."""
+ENGINE_BYTES = 256 * 1024**2
+"""What the process of an engine needs beside the plan: Python and torch, and what grows under load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,12 @@ class MachineMemory:
         if limit_bytes is None:
             return self
         return MachineMemory(min(self.limit_bytes, limit_bytes), min(self.available_bytes, limit_bytes))
+
+    def for_plans(self, share: float, num_new: int, used_bytes: int = 0) -> int:
+        """The bytes for the plans of all engines, `num_new` of which do not run yet; the plans of the others take
+        `used_bytes`. At most `share` of the limit, and at least a quarter of what is available."""
+        available = self.available_bytes + used_bytes
+        return min(int(self.limit_bytes * share), max(available - num_new * ENGINE_BYTES, available // 4))
 
 
 def machine_memory(root: Path = Path("/")) -> MachineMemory:

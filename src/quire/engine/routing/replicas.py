@@ -58,8 +58,7 @@ def _memory_limit(args: EngineArgs) -> int:
     if args.memory_limit is not None:
         limit = parse_bytes("memory_limit", args.memory_limit)
     else:
-        machine = machine_memory()
-        limit = min(int(machine.limit_bytes * args.gpu_memory_utilization), machine.available_bytes)
+        limit = machine_memory().for_plans(args.gpu_memory_utilization, args.data_parallel_size)
     if limit < args.data_parallel_size:
         raise ConfigError(f"memory_limit={format_bytes(limit)}: too little for {args.data_parallel_size} engines")
     return limit

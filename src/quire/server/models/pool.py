@@ -98,7 +98,7 @@ class ModelPool:
         """Offer another model. A server that had only one gets a budget now: what that model uses, and what is free."""
         if self.budget_bytes is None:
             used = sum(entry.num_bytes for entry in self.entries if entry.is_awake)
-            self.budget_bytes = _machine_budget(spec, used)
+            self.budget_bytes = machine_memory().for_plans(spec.engine.gpu_memory_utilization, 1, used)
         entry = ModelEntry(spec, self._args.model_keep_alive_s)
         self.entries.append(entry)
         for observer in self._observers:
@@ -335,12 +335,9 @@ class ModelPool:
 def _budget(specs: Sequence[ModelSpec], args: ServerArgs) -> int | None:
     if args.model_memory is not None:
         return parse_bytes("model_memory", args.model_memory)
-    return None if len(specs) == 1 else _machine_budget(specs[0], 0)
-
-
-def _machine_budget(spec: ModelSpec, used_bytes: int) -> int:
-    machine = machine_memory()
-    return min(int(machine.limit_bytes * spec.engine.gpu_memory_utilization), machine.available_bytes + used_bytes)
+    if len(specs) == 1:
+        return None
+    return machine_memory().for_plans(specs[0].engine.gpu_memory_utilization, len(specs))
 
 
 def _unavailable(message: str, code: str) -> ApiError:
