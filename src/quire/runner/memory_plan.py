@@ -10,7 +10,6 @@ from typing import Any
 from quire import kernels
 from quire.common.errors import ConfigError, OutOfMemoryError
 from quire.config.args import EngineArgs, EngineConfig
-from quire.config.cache import CacheConfig
 from quire.config.checkpoint.safetensors import SINGLE_FILE
 from quire.config.kv_cache import DTYPE_BYTES, MAX_BLOCKS_PER_SEQ, KVCacheConfig, KVCacheSpec, NoCacheSpec
 from quire.config.kv_layout import kv_cache_config
@@ -352,12 +351,13 @@ def _kv_cache(
     if cache.num_blocks_override is not None:
         result = kv_cache_config(specs, cache.block_size, num_blocks=cache.num_blocks_override, **layout)
     else:
-        left = _bytes_left(cache, machine) - others - cache.swap_bytes
+        is_limited = cache.memory_limit_bytes is not None
+        left = machine.for_plans(1.0 if is_limited else cache.memory_utilization, 0) - others - cache.swap_bytes
         wanted = cache.kv_cache_bytes
         if wanted is None:
             sequence = _bytes_of_sequences(model, config, 1, least_tokens)
             useful = _bytes_of_sequences(model, config, config.scheduler.max_num_seqs, config.model.max_model_len)
-            most = left if cache.memory_limit_bytes is not None else max(left - _GROWTH_BYTES, left // 4)
+            most = left if is_limited else max(left - _GROWTH_BYTES, left // 4)
             wanted = min(left, max(int(most * share), sequence), DEFAULT_KV_CACHE_LIMIT, useful)
         result = kv_cache_config(specs, cache.block_size, num_bytes=wanted, **layout)
     if result.total_bytes + cache.swap_bytes + others > machine.limit_bytes:
@@ -385,11 +385,6 @@ def _draft_specs(config: EngineConfig) -> list[KVCacheSpec]:
     if config.draft is None:
         return []
     return _kv_cache_specs(class_of(config.draft), dataclasses.replace(config, model=config.draft))
-
-
-def _bytes_left(cache: CacheConfig, machine: MachineMemory) -> int:
-    share = 1.0 if cache.memory_limit_bytes is not None else cache.memory_utilization
-    return min(int(machine.limit_bytes * share), machine.available_bytes)
 
 
 def _bytes_of_sequences(model: type[Model], config: EngineConfig, num_seqs: int, num_tokens: int) -> int:

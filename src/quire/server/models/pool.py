@@ -335,9 +335,7 @@ class ModelPool:
 def _budget(specs: Sequence[ModelSpec], args: ServerArgs) -> int | None:
     if args.model_memory is not None:
         return parse_bytes("model_memory", args.model_memory)
-    if len(specs) == 1:
-        return None
-    return machine_memory().for_plans(specs[0].engine.gpu_memory_utilization, len(specs))
+    return None if len(specs) == 1 else machine_memory().for_plans(specs[0].engine.gpu_memory_utilization, len(specs))
 
 
 def _unavailable(message: str, code: str) -> ApiError:
