@@ -289,6 +289,7 @@ def test_the_bytes_of_a_refused_body_no_longer_count():
 @pytest.mark.parametrize(
     "headers",
     [{}, {"content-type": ""}, {"content-type": "application/json"}, {"content-type": "Application/JSON; charset=x"},
+     {"content-type": "application/json", "origin": "http://page"},
      {"content-type": "application/vnd.api+json"}, {"content-encoding": " Identity "}, {"content-length": "100"},
      {"content-length": "many"}, {"content-length": "-1"}],
 )  # fmt: skip
@@ -300,6 +301,8 @@ def test_bodies_of_json_are_read(headers):
     ("headers", "status", "message"),
     [({"content-type": "text/plain; charset=utf-8"}, 415, "content-type is 'text/plain'; it must be application/json"),
      ({"content-type": "json"}, 415, "content-type is 'json'"),
+     ({"origin": "http://page"}, 415, "content-type is ''; it must be application/json"),
+     ({"origin": "null", "content-type": ";"}, 415, "content-type is ''"),
      ({"content-type": "x" * 500}, 415, f"content-type is '{'x' * 100}'"),
      ({"content-encoding": "GZip"}, 415, "content-encoding is 'gzip'; send the body without an encoding"),
      ({"content-encoding": "x" * 500}, 415, f"content-encoding is '{'x' * 100}'"),

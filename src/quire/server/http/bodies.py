@@ -118,7 +118,8 @@ def _check_media_type(request: Request) -> None:
     is_ollama = request.scope.get("path", "").startswith(OLLAMA_PATH)
     if is_ollama and media_type == "application/x-www-form-urlencoded" and "origin" not in request.headers:
         media_type = ""  # curl names this type unless told otherwise; a browser's form has an origin, too
-    if media_type and media_type != "application/json" and not media_type.endswith("+json"):
+    needs_type = media_type or "origin" in request.headers  # a page of any site can send a body without a type
+    if needs_type and media_type != "application/json" and not media_type.endswith("+json"):
         raise ApiError(415, f"content-type is {media_type[:100]!r}; it must be application/json")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
