@@ -14,6 +14,7 @@ from quire.server.api.chat.protocol import ChatCompletionRequest
 from quire.server.api.completions.protocol import CompletionRequest
 from quire.server.api.messages.protocol import CountTokensRequest, MessagesRequest
 from quire.server.api.responses.protocol import ResponsesRequest
+from quire.server.api.shared import generation
 from quire.server.api.shared.generation import _merged
 from quire.server.api.tokens.protocol import DetokenizeRequest, TokenizeRequest
 from quire.server.http import bodies
@@ -206,6 +207,33 @@ def test_what_comes_with_many_prompts_is_bounded(reciting):
     assert (answer.status, answer.error["param"]) == (400, "prompt")
     assert "at most 67,108,864 are allowed; send fewer prompts" in answer.error["message"]
     assert reciting.post(COMPLETIONS, {"prompt": ["Hi"] * 500, "max_tokens": 1}).status == 200
+
+
+def test_the_log_probabilities_of_many_prompts_are_bounded(server, monkeypatch):
+    monkeypatch.setattr(generation, "MAX_LOGPROBS", 50)
+    asked = {"prompt": [[5] * 20] * 4, "max_tokens": 1}
+    for more in ({"prompt_logprobs": 1}, {"logprobs": 1, "max_tokens": 20, "ignore_eos": True}):
+        answer = server.post(COMPLETIONS, asked | more)
+        assert (answer.status, answer.error["param"]) == (400, "prompt"), more
+        assert "more than 50 log-probabilities, the limit for them all: send fewer" in answer.error["message"]
+        assert not server.engine.has_unfinished_requests()
+    assert server.post(COMPLETIONS, asked | {"prompt": [[5] * 20] * 2, "prompt_logprobs": 0}).status == 200
+    assert server.post(COMPLETIONS, asked | {"prompt": [5] * 60, "prompt_logprobs": 1}).status == 200
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_log_probabilities_of_prompts_are_written_beside_the_event_loop(server, path, monkeypatch):
+    threads, encode = [], msgspec.json.encode
+
+    def noting(body, *args, **kwargs):
+        if getattr(body, "prompt_logprobs", None):
+            threads.append(threading.current_thread())
+        return encode(body, *args, **kwargs)
+
+    monkeypatch.setattr(msgspec.json, "encode", noting)
+    assert server.post(path, BODIES[path][1] | {"prompt_logprobs": 1}).status == 200
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 def test_a_long_body_is_decoded_beside_the_event_loop(reciting, monkeypatch):

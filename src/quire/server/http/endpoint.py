@@ -59,7 +59,8 @@ class Endpoint:
 async def choices_response(body: Any) -> Response:
     """The answer in JSON of a body with `choices`: many log-probabilities are written in a thread, and choice by choice
     even there, since nothing else runs while the encoder does."""
-    if all(choice.logprobs is None for choice in body.choices):
+    fields = "logprobs", "prompt_logprobs"
+    if not any(getattr(part, name, None) for part in (body, *body.choices) for name in fields):
         return json_response(body)
 
     def encode() -> bytes:

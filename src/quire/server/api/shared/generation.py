@@ -14,13 +14,16 @@ from quire.common.params.sampling import ALL_LOGPROBS
 from quire.config.speculative import PREDICTION
 from quire.engine.requests.input_processor import Prompt
 from quire.server.api.shared.fields import PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob, Usage
-from quire.server.http.errors import ApiError
+from quire.server.http.errors import ApiError, invalid
 from quire.server.http.state import engine_id
 from quire.server.models.served_model import ServedModel
 
 T = TypeVar("T")
 _QUICK_LOGPROBS = 2000
 """Number of log-probabilities that are formatted within a few milliseconds."""
+MAX_LOGPROBS = 2**22
+"""Limit on the log-probabilities of a request with several prompts, which may take 300 bytes each until all have ended.
+"""
 LOWEST_LOGPROB = -9999.0
 """Replaces -inf, which JSON cannot represent."""
 
@@ -31,13 +34,28 @@ async def generate(
     """Yield the outputs of all prompts as they arrive, each with the index of its prompt.
 
     Raises RequestError for an invalid request, even if the engine finds that only after it has started, and ApiError
-    for an aborted one. Closing the generator aborts the requests that still run. If the engine ends once the first
-    prompt was accepted, the others wait for the next engine with it.
+    for an aborted one, and for one with more log-probabilities than MAX_LOGPROBS. Closing the generator aborts the
+    requests that still run. If the engine ends once the first prompt was accepted, the others wait for the next engine
+    with it.
     """
     streams = [
         model.llm.generate(prompt, params, engine_id(answer_id, place), lora_request=model.adapter, holds=place > 0)
         for place, prompt in enumerate(prompts)
     ]
+    num_logprobs = 0
+
+    async def counted(stream: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+        nonlocal num_logprobs
+        async with aclosing(stream):
+            async for output in stream:
+                num_logprobs += _num_logprobs(output)
+                if num_logprobs > MAX_LOGPROBS:
+                    message = f"the prompts have more than {MAX_LOGPROBS:,} log-probabilities, the limit for them all: "
+                    raise invalid(message + "send fewer prompts, or ask for fewer log-probabilities", "prompt")
+                yield output
+
+    if len(streams) > 1:
+        streams = [counted(stream) for stream in streams]
     async with aclosing(_merged(streams)) as outputs:
         async for place, one in outputs:
             if one.error is not None:
@@ -88,9 +106,12 @@ async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
 
 async def beside(output: RequestOutput, make: Callable[[], T]) -> T:
     """Call `make` for this output, in a thread if it has more than _QUICK_LOGPROBS log-probabilities."""
+    return make() if _num_logprobs(output) <= _QUICK_LOGPROBS else await asyncio.to_thread(make)
+
+
+def _num_logprobs(output: RequestOutput) -> int:
     rows = (output.prompt_logprobs, *(choice.logprobs for choice in output.outputs))
-    num_logprobs = sum(len(some) * len(some[-1] or ()) for some in rows if some)
-    return make() if num_logprobs <= _QUICK_LOGPROBS else await asyncio.to_thread(make)
+    return sum(len(some) * len(some[-1] or ()) for some in rows if some)
 
 
 class TokenCounts:
