@@ -126,6 +126,22 @@ def test_a_look_at_the_queue_shows_the_first_of_it(name, expected):
     assert FakeGroup(9, tenant="new") not in policy
 
 
+@pytest.mark.parametrize("weight", [1.0, 2.0])
+def test_users_of_a_key_share_what_the_key_gets(weight):
+    """However many a client names."""
+    groups = [FakeGroup(order, tenant=f"a/{order}") for order in range(4)]
+    groups += [FakeGroup(4, tenant="b"), FakeGroup(5, tenant="b/x"), FakeGroup(6, tenant="a/0")]
+    policy = filled(make("fair", tenant_weights={"a": weight, "a/3": 9.0}), groups)
+    started = [start_and_charge(policy).order for _ in groups]
+    assert started == ([0, 4, 1, 5, 2, 3, 6] if weight == 1.0 else [0, 4, 1, 2, 5, 3, 6])
+    assert len(policy) == len(policy._queued) == 0
+
+
+def start_and_charge(policy):
+    serve(policy, group := start_next(policy))
+    return group
+
+
 def test_what_was_not_started_is_not_charged_within_a_pass():
     groups = [FakeGroup(order, tenant="a") for order in range(3)] + [FakeGroup(3, tenant="b")]
     assert orders(filled(make("fair"), groups)) == [0, 1, 2, 3]

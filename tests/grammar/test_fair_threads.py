@@ -39,6 +39,16 @@ def test_a_tenant_does_not_wait_for_a_queue_of_another(gate) -> None:
     assert [job for job in order if job.startswith("flood")] == [f"flood {i}" for i in range(5)]
 
 
+def test_users_of_a_key_share_its_turns(gate) -> None:
+    threads, order = held_threads(gate), list[str]()
+    tenants = ["flood/1", "flood/2", "flood/1", "polite"]
+    futures = [threads.submit(tenant, lambda tenant=tenant: order.append(tenant)) for tenant in tenants]
+    gate.set()
+    for future in futures:
+        future.result(30)
+    assert order == ["polite", "flood/1", "flood/2", "flood/1"]
+
+
 def test_cancelled_jobs_do_not_run(gate) -> None:
     threads, order = held_threads(gate), []
     dropped = threads.submit("a", lambda: order.append("dropped"))

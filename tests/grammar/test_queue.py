@@ -299,7 +299,17 @@ def test_tenants_that_use_as_little_take_turns(serial):
         assert len(serial.compiler.choices) == num_begun
         serial.end(groups[serial.compiler.choices[-1]])
     assert serial.compiler.choices == ["a0", "b0", "c0", "a1", "b1", "a2"]
-    assert serial._served == ["a"]
+    assert serial._served == ["a/", "a"]
+
+
+def test_users_of_a_key_share_its_turns(serial):
+    names = ["a/0", "a/1", "a/2", "b", "b/0"]
+    groups = {name: request(name, tenant=name) for name in names}
+    for group in groups.values():
+        serial.add(group)
+    for _ in names:
+        serial.end(groups[serial.compiler.choices[-1]])
+    assert serial.compiler.choices == ["a/0", "b", "a/1", "b/0", "a/2"]
 
 
 class Unread(dict):
@@ -316,7 +326,7 @@ def test_a_new_grammar_takes_no_longer_however_many_are_in_use(queue):
     groups = [request(choice, tenant) for choice, tenant in ("aa", "ba", "cb")]
     for group in groups:
         queue.add(group)
-    assert (queue._num_in_use, len(queue._in_use_by)) == (sum(map(num_bytes, groups)), 2)
+    assert (queue._num_in_use, len(queue._in_use_by)) == (sum(map(num_bytes, groups)), 2 * 2)
     for group in (*groups, *groups):
         queue.forget(group)
     assert (queue._num_in_use, queue._in_use_by) == (0, {})

@@ -51,3 +51,9 @@ class Params(msgspec.Struct, metaclass=NamesChecked):
     def clone(self) -> Self:
         """Return a copy that shares nothing that can be changed."""
         return copy.deepcopy(self)
+
+
+def shares_of(tenant: str) -> tuple[str, str]:
+    """Return the names by which what a tenant uses is counted: first that of the API key, to which servers add a
+    request's `user` after a slash, with the slash, so that no tenant has it; then its own."""
+    return tenant.partition("/")[0] + "/", tenant

@@ -12,6 +12,7 @@ import msgspec
 from quire.common.batch import Draw
 from quire.common.errors import failure
 from quire.common.log import logger
+from quire.common.params.base import shares_of
 from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.engine.scheduling.unfinished import UnfinishedRequests
 from quire.text.grammar.compiler import Compilation, GrammarCompiler, rejection
@@ -28,7 +29,7 @@ class GrammarQueue:
     """Keeps requests until their grammars are compiled, and then adds them to the scheduler.
 
     A grammar is in use from its compilation to the end of its request. While those in use leave too little memory for
-    another one, its request waits; the tenant with the least memory in use is served first.
+    another one, its request waits; the API key with the least memory in use is served first, and of its tenants too.
 
     A request whose grammar fails, or takes too long, ends with the status FINISHED_IGNORED and an error message.
     """
@@ -38,12 +39,12 @@ class GrammarQueue:
         self.clock = clock
         self._held: dict[SequenceGroup, int] = {}  # waiting for memory, with the bytes of the source
         self._in_use: dict[SequenceGroup, int] = {}  # those being compiled or run, with the same
-        self._in_use_by = Counter[str]()  # these bytes by tenant
+        self._in_use_by = Counter[str]()  # these bytes by API key and by tenant
         self._num_in_use = 0  # all these bytes
         self._waiting: dict[SequenceGroup, Compilation] = {}
         self._deadlines: dict[SequenceGroup, float] = {}  # of the compilations that a thread has begun
         self._failed: list[SequenceGroup] = []
-        self._served: list[str] = []  # tenants with held requests, the last one that was served at the end
+        self._served: list[str] = []  # keys and tenants with held requests, the last one that was served at the end
 
     def __len__(self) -> int:
         """Requests that wait, or have failed and were not yet reported by `take_failed`."""
@@ -67,36 +68,38 @@ class GrammarQueue:
             params, num_bytes = group.params, self._held.pop(group)
             assert params.structured_outputs is not None
             self._in_use[group] = num_bytes
-            self._in_use_by[params.tenant] += num_bytes
+            names = shares_of(params.tenant)
+            self._in_use_by.update(dict.fromkeys(names, num_bytes))
             self._num_in_use += num_bytes
-            waiting = {held.params.tenant for held in self._held}
-            self._served = [tenant for tenant in self._served if tenant in waiting and tenant != params.tenant]
-            self._served.append(params.tenant)
+            waiting = {name for held in self._held for name in shares_of(held.params.tenant)}
+            self._served = [name for name in self._served if name in waiting and name not in names]
+            self._served += names
             jumps = _jumps(group.seqs[0].draws[0])
             self._waiting[group] = self.compiler.submit(params.structured_outputs, params.tenant, jumps=jumps)
 
     def _next(self) -> SequenceGroup | None:
-        """The first request, of the tenants that use the least memory, whose grammar fits into what is left. Of two
-        such tenants the one comes first that was served longer ago.
+        """The first request, of the keys and their tenants that use the least memory, whose grammar fits into what is
+        left. Of two such tenants the one comes first whose key, or which itself, was served longer ago.
 
         Where none of them fits, tenants that use more wait too: they would take the memory that is becoming free.
         """
-        total, in_use = self._num_in_use, self._in_use_by
-        least = min((in_use[group.params.tenant] for group in self._held), default=0)
-        candidates = [group for group in self._held if in_use[group.params.tenant] == least]
-        turns = {tenant: turn for turn, tenant in enumerate(self._served, start=1)}
-        candidates.sort(key=lambda group: turns.get(group.params.tenant, 0))
+        total, turns = self._num_in_use, {name: turn for turn, name in enumerate(self._served, start=1)}
+        names = {group: shares_of(group.params.tenant) for group in self._held}
+        in_use = {group: [self._in_use_by[name] for name in names[group]] for group in self._held}
+        least = min(in_use.values(), default=[])
+        candidates = [group for group in self._held if in_use[group] == least]
+        candidates.sort(key=lambda group: [turns.get(name, 0) for name in names[group]])
         fitting = (group for group in candidates if not total or total + self._held[group] <= MAX_BYTES_IN_USE)
         return next(fitting, None)
 
     def forget(self, group: SequenceGroup) -> None:
         """A request has ended, and the memory of its grammar is free."""
-        num_bytes, tenant = self._in_use.pop(group, 0), group.params.tenant
-        if num_bytes:
-            self._num_in_use -= num_bytes
-            self._in_use_by[tenant] -= num_bytes
-            if not self._in_use_by[tenant]:
-                del self._in_use_by[tenant]
+        num_bytes = self._in_use.pop(group, 0)
+        self._num_in_use -= num_bytes
+        for name in shares_of(group.params.tenant) if num_bytes else ():
+            self._in_use_by[name] -= num_bytes
+            if not self._in_use_by[name]:
+                del self._in_use_by[name]
 
     def remove(self, group: SequenceGroup) -> bool:
         """Remove a request. Returns False if it is not in this queue."""

@@ -147,12 +147,12 @@ class LongestPrefixFirst(FirstComeFirstServed):
 class _Tenant:
     """The requests of a tenant, and the tokens computed for it over its weight."""
 
-    def __init__(self, name: str, weight: float) -> None:
+    def __init__(self, name: str, weight: float, queue: SchedulingPolicy) -> None:
         self.name = name
         self.weight = weight
+        self.queue = queue
         self.counter = 0.0
         self.since = 0  # Order of the request that put it in the queue: unique, so the oldest wins of equal counters.
-        self.queue = FirstComeFirstServed()
         self.live: set[int] = set()  # `order` of each of its requests, queued or running.
 
     @property
@@ -162,31 +162,41 @@ class _Tenant:
 
 
 class FairShare(SchedulingPolicy):
-    """Serves the tenant with the fewest computed tokens relative to its weight; within a tenant, by arrival.
+    """Serves the tenant with the fewest computed tokens relative to its weight, and the users of a tenant, as `a/b` of
+    `a`, in the same way: a client gets no more by naming users. Within a user, by arrival.
 
     This is the Virtual Token Counter (Sheng et al. 2024, Fairness in Serving Large Language Models, OSDI). When a
     tenant without queued requests queues one, its counter is raised to the floor: the smallest counter of the queued
     tenants or, if there are none, the counter of the tenant that was queued last. So neither idleness nor a light load
     earns credit. The floor never falls, so an idle tenant at or below it need not be remembered. Of the idle tenants
-    above it, the `_MAX_IDLE_TENANTS` with the largest counters are kept, and the others start again at the floor. So
-    memory is bounded by that number and the unfinished requests.
+    above it, the `_MAX_IDLE_TENANTS` with the largest counters are kept, and the others start again at the floor, as
+    do all users of an idle tenant. So memory is bounded by that number, for the users of each tenant that is not idle
+    too, and the unfinished requests.
     """
 
     counts_tokens = True
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
+    def __init__(self, weights: Mapping[str, float], *, of_users: bool = False) -> None:
         self._weights = dict(weights)
+        self._user_weights = {name: weight for name, weight in weights.items() if "/" in name}
+        self._of_users = of_users
         self._tenants: dict[str, _Tenant] = {}  # Those with unfinished requests, and idle ones above the floor.
         self._queued: list[tuple[float, int, _Tenant]] = []  # Sorted entries of the tenants with queued requests.
         self._idle: list[tuple[float, int, _Tenant]] = []  # Sorted entries of the tenants without unfinished requests.
-        self._last = _Tenant("", 1.0)  # The tenant that was queued last.
+        self._last = _Tenant("", 1.0, FirstComeFirstServed())  # The tenant that was queued last.
         self._num_queued = 0
 
+    def _name(self, group: SequenceGroup) -> str:
+        return group.tenant if self._of_users else group.tenant.partition("/")[0]
+
+    def _queue(self) -> SchedulingPolicy:
+        """Return the queue of one tenant."""
+        return FirstComeFirstServed() if self._of_users else FairShare(self._user_weights, of_users=True)
+
     def add(self, group: SequenceGroup) -> None:
-        tenant = self._tenants.get(group.tenant)
+        tenant = self._tenants.get(name := self._name(group))
         if tenant is None:
-            tenant = _Tenant(group.tenant, self._weights.get(group.tenant, 1.0))
-            self._tenants[tenant.name] = tenant
+            tenant = self._tenants[name] = _Tenant(name, self._weights.get(name, 1.0), self._queue())
         elif not tenant.live:
             _discard(self._idle, tenant)
         tenant.live.add(group.order)
@@ -198,7 +208,7 @@ class FairShare(SchedulingPolicy):
         self._num_queued += 1
 
     def remove(self, group: SequenceGroup) -> None:
-        tenant = self._tenants[group.tenant]
+        tenant = self._tenants[self._name(group)]
         tenant.queue.remove(group)
         self._num_queued -= 1
         if not tenant.queue:
@@ -209,7 +219,8 @@ class FairShare(SchedulingPolicy):
         return self._num_queued
 
     def __contains__(self, group: SequenceGroup) -> bool:
-        return group.tenant in self._tenants and group in self._tenants[group.tenant].queue
+        tenant = self._tenants.get(self._name(group))
+        return tenant is not None and group in tenant.queue
 
     def queued(self, limit: int) -> list[SequenceGroup]:
         groups: list[SequenceGroup] = []
@@ -233,23 +244,26 @@ class FairShare(SchedulingPolicy):
                 heapq.heapreplace(heap, (counter, since, tenant))
 
     def rank(self, group: SequenceGroup) -> float:
-        return self._tenants[group.tenant].counter
+        return self._tenants[self._name(group)].counter
 
     def charge(self, group: SequenceGroup, num_tokens: int) -> None:
-        tenant = self._tenants[group.tenant]
+        tenant = self._tenants[self._name(group)]
         if group.order not in tenant.live:
             raise KeyError(f"request {group.request_id!r} is charged, but was forgotten or never added")
         if tenant.queue:
             _discard(self._queued, tenant)
         tenant.counter += num_tokens / tenant.weight
+        tenant.queue.charge(group, num_tokens)
         if tenant.queue:
             insort(self._queued, tenant.entry)
 
     def forget(self, group: SequenceGroup) -> None:
-        tenant = self._tenants[group.tenant]
+        tenant = self._tenants[self._name(group)]
         tenant.live.remove(group.order)
+        tenant.queue.forget(group)
         if tenant.live:
             return
+        tenant.queue = self._queue()
         insort(self._idle, tenant.entry)
         num_redundant = bisect_left(self._idle, (self._floor, math.inf))
         num_dropped = max(num_redundant, len(self._idle) - _MAX_IDLE_TENANTS)

@@ -7,14 +7,16 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
+from quire.common.params.base import shares_of
+
 _Result = TypeVar("_Result")
 
 
 class FairThreads(Generic[_Result]):
     """Runs jobs in a few threads, so that a tenant's slow jobs delay only that tenant.
 
-    The next job is the oldest one of the tenant with the fewest running jobs; among equals, of the tenant that has used
-    the least time since the queue was last empty.
+    The next job is the oldest one of the API key with the fewest running jobs; among equals, of the key that has used
+    the least time since the queue was last empty; and of that key's tenant of which the same holds.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -34,11 +36,13 @@ class FairThreads(Generic[_Result]):
 
     def _run_next(self) -> None:
         with self._lock:
-            tenant = min(self._waiting, key=lambda name: (self._num_running[name], self._used_s[name]))
+            tenant = min(
+                self._waiting, key=lambda name: [(self._num_running[n], self._used_s[n]) for n in shares_of(name)]
+            )
             future, job = self._waiting[tenant].popleft()
             if not self._waiting[tenant]:
                 del self._waiting[tenant]
-            self._num_running[tenant] += 1
+            self._num_running.update(shares_of(tenant))
         start_s = time.monotonic()
         try:
             if future.set_running_or_notify_cancel():
@@ -47,8 +51,9 @@ class FairThreads(Generic[_Result]):
             future.set_exception(error)
         finally:
             with self._lock:
-                self._num_running[tenant] -= 1
-                self._used_s[tenant] += time.monotonic() - start_s
+                for name in shares_of(tenant):
+                    self._num_running[name] -= 1
+                    self._used_s[name] += time.monotonic() - start_s
                 if not self._waiting:
                     self._num_running += Counter()  # drops zeros, so that names do not accumulate
                     self._used_s.clear()
