@@ -210,7 +210,9 @@ class Sending:
     """A client's request whose body arrives in these pieces, at a server that allows 100 bytes."""
 
     def __init__(self, *pieces: bytes, headers: dict[str, str] | None = None, max_body: int = LIMIT) -> None:
-        self.state = SimpleNamespace(args=SimpleNamespace(max_body=max_body, body_timeout_s=60), num_body_bytes=0)
+        self.state = SimpleNamespace(
+            args=SimpleNamespace(max_body=max_body, body_timeout_s=60), num_body_bytes=0, num_values=0
+        )
         self.num_received = 0
         self.held: list[int] = []
         self._pieces = [

@@ -259,6 +259,27 @@ def test_of_long_bodies_only_some_are_held_at_once(reciting):
     assert state.num_body_bytes == held
 
 
+def test_of_bodies_with_many_values_only_some_are_served_at_once(reciting, monkeypatch):
+    """A value takes a hundred times its bytes, and a request keeps its own until it ends."""
+    state, convert, held = reciting.state, msgspec.convert, []
+
+    def noting(*args, **kwargs):
+        held.append(state.num_values)
+        return convert(*args, **kwargs)
+
+    monkeypatch.setattr(msgspec, "convert", noting)
+    many = {"prompt": [[5] * 10] * 3000, "max_tokens": 1}
+    assert reciting.post(COMPLETIONS, many).error["message"].startswith("prompt contains 3,000 prompts")
+    assert (held[0], state.num_values) == (3000 * 11 + 2, 0)
+    state.num_values = bodies.MAX_VALUES - 3000 * 11
+    answer = reciting.post(COMPLETIONS, many)
+    assert (answer.status, answer.headers["retry-after"]) == (429, "5")
+    assert answer.error["message"].startswith("the bodies of the running requests have too many values; try")
+    assert reciting.post(COMPLETIONS, {"prompt": "a" * 100_000, "max_tokens": 1}).status == 400
+    assert reciting.post(COMPLETIONS, {"prompt": "a"}).status == 200
+    assert state.num_values == bodies.MAX_VALUES - 3000 * 11
+
+
 def test_numbers_beyond_64_bits_are_found_anywhere(reciting):
     for number, status in (("9223372036854775807", 200), ("9223372036854775808", 400), ("-1" + "0" * 30, 400)):
         body = f'{{"prompt": "a", "max_tokens": 2, "metadata": {{"a": ["1", {number}]}}}}'

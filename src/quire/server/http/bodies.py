@@ -26,7 +26,11 @@ _QUICK_BYTES = 64 * 1024
 MAX_BODIES = 16
 """Limit on all bodies that are being received, as a multiple of the largest allowed body."""
 _SMALL_BYTES = 1024**2
-"""Bodies up to this size are always accepted."""
+"""Bodies up to this size are always accepted, unless they have many values."""
+_FEW_VALUES = 20_000
+MAX_VALUES = 20_000_000
+"""Limit on the values in the bodies of all running requests, estimated by characters. Each takes up to 100 bytes, and
+up to 300 with what a conversation is converted to. Bodies with _FEW_VALUES do not count."""
 _PLACE = re.compile(r"(?P<what>.*) - at `(?P<key>key` in `)?\$\.?(?P<where>.*)`", re.DOTALL)  # its last place
 _STEP = re.compile(r"\[|\b[A-Za-z_]\w*")  # of a place such as `tools[0].type`: tools, [, type
 _TYPES = re.compile(r"Expected `([\w |]+)`, got `(\w+)`")
@@ -45,6 +49,7 @@ async def read_struct(request: Request, kind: type[T]) -> T:
     state, raw = state_of(request), bytearray()
     try:
         await _read(request, state, raw)
+        _count_values(request, state, raw)
         if len(raw) <= _QUICK_BYTES:
             body, unknown = decode(raw, kind)
         else:
@@ -140,7 +145,7 @@ async def _read(request: Request, state: ServerState, body: bytearray) -> None:
                 body += chunk
                 state.num_body_bytes += len(chunk)
                 if len(body) > _SMALL_BYTES and state.num_body_bytes > MAX_BODIES * limit:
-                    raise _busy()
+                    raise _busy("too many large bodies are being received")
     except TimeoutError:
         raise ApiError(
             408, f"the body was not received within {timeout_s:g} s", headers={"connection": "close"}
@@ -149,9 +154,24 @@ async def _read(request: Request, state: ServerState, body: bytearray) -> None:
         raise ApiError(400, "the client disconnected before the body was complete") from None
 
 
-def _busy() -> ApiError:
+def _count_values(request: Request, state: ServerState, raw: bytearray) -> None:
+    """Count the values of a body until its request ends. Raises ApiError (429)."""
+    num_values = sum(map(raw.count, b",[{")) if len(raw) > _FEW_VALUES else 0
+    if num_values <= _FEW_VALUES:
+        return
+    if state.num_values + num_values > MAX_VALUES:
+        raise _busy("the bodies of the running requests have too many values")
+    state.num_values += num_values
+
+    def release() -> None:
+        state.num_values -= num_values
+
+    context_of(request).at_end.callback(release)
+
+
+def _busy(reason: str) -> ApiError:
     headers = {"connection": "close", "retry-after": "5"}
-    return ApiError(429, "too many large bodies are being received; try again in 5 s", code="busy", headers=headers)
+    return ApiError(429, f"{reason}; try again in 5 s", code="busy", headers=headers)
 
 
 def _too_large(limit: int) -> ApiError:

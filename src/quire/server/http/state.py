@@ -45,6 +45,8 @@ class ServerState:
     started: float = field(default_factory=time.time)
     num_in_flight: int = 0
     """Requests that generate, at this moment."""
+    num_values: int = 0
+    """Values in the bodies of running requests that have many."""
     num_body_bytes: int = 0
     """Size of all bodies that are being received, at this moment."""
     num_cache_watchers: int = 0
