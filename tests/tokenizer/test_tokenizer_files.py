@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,17 @@ def test_added_tokens_of_the_config_get_their_ids(folder: Path) -> None:
     assert tokenizer.encode("<tool><note>") == [8192, 8193]
     assert tokenizer.decode([8192, 8193]) == "<note>"
     assert tokenizer.vocab_size == 8194
+
+
+def test_the_time_for_added_tokens_grows_with_their_number_alone(folder: Path) -> None:
+    """Gemma has 6,000, and took most of a minute; a file of the allowed size may have more than 200,000."""
+    listed = {str(8192 + i): {"content": f"<{i}>", "special": i % 2 == 0} for i in range(6000)}
+    change(folder / "tokenizer_config.json", added_tokens_decoder=listed)
+    begin_s = time.process_time()
+    tokenizer = Tokenizer.from_path(folder)
+    assert time.process_time() - begin_s < 5.0
+    assert tokenizer.encode("<5999><0>") == [8192 + 5999, 8192]
+    assert tokenizer.decode([8192 + 5999, 8192]) == "<5999>"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Reads a tokenizer's files: its vocabulary and model, special tokens and chat templates."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,15 +166,18 @@ def _listed_tokens(folder: Path, config: Mapping[str, Any]) -> list[tuple[int, A
 
 
 def _add_special_tokens(
-    backend: tokenizers.Tokenizer, folder: Path, listed: Iterable[tuple[int, Any]], special: Sequence[str]
+    backend: tokenizers.Tokenizer, folder: Path, listed: Sequence[tuple[int, Any]], special: Sequence[str]
 ) -> None:
     """Add the listed tokens to the backend, each under the id given in the files, and mark the special ones."""
+    tokens = list[AddedToken]()
     for token_id, value in listed:
         token = _content(value)
         if token is None:
             raise TokenizerError(f"{folder}: the added token with id {token_id} has no text")
-        backend.add_tokens([_added_token(token, value if isinstance(value, dict) else {})])
-        if backend.token_to_id(token) != token_id:
+        tokens.append(_added_token(token, value if isinstance(value, dict) else {}))
+    backend.add_tokens(tokens)  # at once, since each call goes through all added tokens
+    for (token_id, _), added in zip(listed, tokens, strict=True):
+        if backend.token_to_id(token := added.content) != token_id:
             raise TokenizerError(
                 f"{folder}: the added token {token!r} should have id {token_id}, but the vocabulary gives it "
                 f"{backend.token_to_id(token)}"
