@@ -189,6 +189,12 @@ def test_a_body_in_many_small_chunks_is_a_body():
     assert talk(CHUNKED, *[b"1\r\nx\r\n" * 20] * 100, b"0\r\n\r\n").endswith(b" body " + b"x" * 2000)
 
 
+def test_two_thousand_offers_in_one_piece_are_ignored():
+    offer = b"GET /a HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n"
+    answers = talk(offer * 2000 + get(b"connection: close"), until_closed=True)
+    assert answers.count(b"GET /a headers") == 2000
+
+
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
 def test_another_protocol_that_is_offered_is_not_taken(protocol):
     """Java's HttpClient offers HTTP/2 with every request, the body right behind."""

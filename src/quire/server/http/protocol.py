@@ -78,13 +78,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """Offers to upgrade to another protocol, as Java's HTTP client makes for HTTP/2, are ignored: the request is
         parsed again without the offer."""
-        try:
-            self.parser.feed_data(data)
-        except HttpParserUpgrade as offer:
-            headers = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
-            version = self.parser.get_http_version().encode()
-            head = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version, *headers, b"", b""]
-            self._parse(b"\r\n".join(head) + data[offer.args[0] :])
+        while True:
+            try:
+                return self.parser.feed_data(data)
+            except HttpParserUpgrade as offer:
+                headers = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+                version = self.parser.get_http_version().encode()
+                head = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version, *headers, b"", b""]
+                data = b"\r\n".join(head) + data[offer.args[0] :]
 
     def on_message_begin(self) -> None:
         """A request begins: start the timer for its head, unless it runs already."""
