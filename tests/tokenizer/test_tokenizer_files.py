@@ -117,7 +117,7 @@ def test_added_tokens_of_the_config_get_their_ids(folder: Path) -> None:
 
 
 def test_the_time_for_added_tokens_grows_with_their_number_alone(folder: Path) -> None:
-    """Gemma has 6,000, and took most of a minute; a file of the allowed size may have more than 200,000."""
+    """A file of the allowed size may have more than 200,000."""
     listed = {str(8192 + i): {"content": f"<{i}>", "special": i % 2 == 0} for i in range(6000)}
     change(folder / "tokenizer_config.json", added_tokens_decoder=listed)
     begin_s = time.process_time()
