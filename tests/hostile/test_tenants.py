@@ -94,7 +94,8 @@ def test_every_route_with_a_strange_host_and_no_key(open_to_all: Target):
 
 def test_random_methods_and_paths_make_no_metrics(guarded: Target):
     def series() -> int:
-        return len(re.findall(r"^[a-z]+:[^ #]+", guarded.get("/metrics").body.decode(), re.MULTILINE))
+        pattern = r"^(?!vllm:spec_decode)[a-z]+:[^ #]+"  # a machine so slow that drafts pay makes those of its drafters
+        return len(re.findall(pattern, guarded.get("/metrics").body.decode(), re.MULTILINE))
 
     rng = random.Random(5)
     methods = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "PROPFIND", "M-SEARCH", "PURGE"]
