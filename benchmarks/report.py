@@ -27,8 +27,8 @@ below 1.00, unless other programs slow the machine down while its speed is measu
 a quarter of the bytes, and are multiplied at the machine's peak for 8-bit integers, about twice that of bfloat16.
 
 **Interleaved measurement.** All engines of a table have the same checkpoint loaded, and engines that are not being
-measured are stopped. Each case runs once to warm up, then in the order A B C A B C. Figures are medians of the rounds,
-and ratios are medians of the ratios within a round.
+measured are stopped. Each case runs once to warm up, then in the order A B C A B C, two or three times, or up to nine
+times in 45 s. Figures are medians of the rounds, and ratios are medians of the ratios within a round.
 """
 
 
